@@ -20,6 +20,7 @@ PACKAGES += (
     "datatrove",
 )
 PACKAGES += ("ray", "apricot-select", "submodlib-py", "scikit-learn", "optuna")
+PACKAGES += ("ctranslate2",)
 
 
 def commit() -> str | None:

@@ -223,6 +223,7 @@ COMMANDS: dict[str, Target] = {
         ("preprocess", "Turn text into token files"),
         ("select", "Choose a core-set of the training data"),
         ("data", "Say which documents a training step consumed"),
+        ("config", "Show, compare and explain run configs"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("doctor", "Examine machine, devices, installation; exchange and GEMM"),
         ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
@@ -243,7 +244,7 @@ MEANT = {
     **dict.fromkeys(("sample", "infer", "inference", "chat", "predict"), "generate"),
     **dict.fromkeys(("coreset", "core-set", "craig", "dsir", "subset", "choose"), "select"),
     **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
-    **dict.fromkeys(("search", "estimate", "presets", "config", "check"), "plan"),
+    **dict.fromkeys(("search", "estimate", "presets", "check"), "plan"),
     **dict.fromkeys(("env", "diagnose", "info", "health", "versions"), "doctor"),
     **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),
 }

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from mtcli.core.config.fields import FieldKind, field_kind, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
+from mtcli.core.config.origins import missing_default
 from mtcli.core.config.schema import RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
@@ -81,11 +82,7 @@ def _type(kind: FieldKind) -> str:
 
 
 def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
-    if not field.is_required():
-        return _value(field.get_default())
-    if section is ModelConfig and name in ARCHITECTURES["gpt"]:
-        return "by architecture"
-    return "derived" if "[" in field.description else "required"
+    return missing_default(section, name) or _value(field.get_default())
 
 
 def _value(value: object) -> str:

@@ -67,11 +67,7 @@ class Hub:
             facts = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": []}
             return 200, {}, json.dumps(facts | {"private": False, "downloads": 0}).encode()
         if method == "GET" and rest[:1] == ["tree"]:
-            entries = [
-                {"type": "file", "path": file, "size": len(data), "oid": _blob(data)}
-                for file, data in self.repositories[name].items()
-            ]
-            return 200, {}, json.dumps(entries).encode()
+            return self._tree(self.repositories[name], "".join(f"{part}/" for part in rest[2:]))
         if rest[:1] == ["preupload"]:
             asked = json.loads(body)["files"]
             modes = [
@@ -106,6 +102,19 @@ class Hub:
             for one in asked["objects"]
         ]  # fmt: skip
         return 200, {}, json.dumps({"transfer": "basic", "objects": objects}).encode()
+
+    def _tree(self, files, folder):
+        """The files of a folder and of those in it, and these."""
+        within = {file: data for file, data in files.items() if file.startswith(folder)}
+        if not within:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
+        folders = {file.rpartition("/")[0] for file in within} - {"", folder.rstrip("/")}
+        entries = [{"type": "directory", "path": path, "oid": "0" * 40} for path in folders]
+        entries += [
+            {"type": "file", "path": file, "size": len(data), "oid": _blob(data)}
+            for file, data in within.items()
+        ]
+        return 200, {}, json.dumps(entries).encode()
 
     def _file(self, name, revision, file, headers):
         files = self.repositories.get(name)

@@ -163,6 +163,37 @@ def safetensors(folder):
     ]
 
 
+def gguf(folder):
+    """A header against the package gguf: what we take it takes, with the same tensors."""
+    import gguf as package
+
+    from mtcli.core.convert.gguf.header import read_gguf
+
+    def check(data):
+        (folder / "x.gguf").write_bytes(data)
+        found = read_gguf(folder / "x.gguf")
+        theirs = package.GGUFReader(folder / "x.gguf")
+        assert found.tensors.keys() == {tensor.name for tensor in theirs.tensors}
+        for tensor in theirs.tensors:
+            entry = found.tensors[tensor.name]
+            assert entry.kind == tensor.tensor_type.name
+            assert entry.shape == tuple(int(size) for size in reversed(tensor.shape))
+            assert (entry.offset, entry.bytes) == (tensor.data_offset, tensor.n_bytes)
+
+    writer = package.GGUFWriter(folder / "seed.gguf", "llama")
+    writer.add_uint32("llama.block_count", 2)
+    writer.add_token_list([b"a", b"bc"])
+    writer.add_array("llama.some", [1, 2, 3])
+    writer.add_tensor("a.weight", np.ones((2, 32), np.float32))
+    packed = package.quantize(np.ones((3, 64), np.float32), package.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("b.weight", packed, raw_dtype=package.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return check, [(folder / "seed.gguf").read_bytes()]
+
+
 def _hf_folder(folder):
     from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE
     from mtcli.core.mesh.parameters import parameters
@@ -515,7 +546,9 @@ def cache(folder):
     many = b"9" * 30
     large = seeds[1].replace(b", 2), }" + b" " * len(many), b", 2" + many + b"), }")
     assert many in large
-    return check, [seeds[1], parsed, large]
+    mixed = seeds[1].replace(b"'fortran", b"b'fortran").replace(b" \n", b"\n")  # keys: no order
+    assert len(mixed) == len(seeds[1])
+    return check, [seeds[1], parsed, large, mixed]
 
 
 def journal(folder):
@@ -557,6 +590,7 @@ def study(folder):
 READERS = {
     "idx": idx,
     "safetensors": safetensors,
+    "gguf": gguf,
     "hf_index": hf_index,
     "hf_config": hf_config,
     "generation_config": generation_config,

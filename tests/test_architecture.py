@@ -72,6 +72,7 @@ LIGHT = (
     "runtime.launch",
     "runtime.sandbox",
     "select.request",
+    "training.run_config",
     "training.run_lock",
 )
 
@@ -278,7 +279,7 @@ def test_a_bar_of_progress_is_made_in_one_place():
 SHARED_NAMES = {
     *("adamw", "attention", "dropout", "fp8", "lamb", "onebit", "rope"),
     *("decentralized", "diloco", "easgd", "exchange", "lsgd", "methods", "traffic"),
-    *("generate", "preprocess", "reselect", "run", "shard", "sweep"),
+    *("config", "generate", "preprocess", "reselect", "run", "shard", "sweep"),
     *("adapters", "blend", "contamination", "documents", "html", "layout", "loader", "lora"),
     *("model", "reader", "request", "rules"),
 }
@@ -457,6 +458,7 @@ OPENERS: dict[str, str] = {
     "core/plan/calibration.py": "the kernel's files, and sources of packages",
     "core/runtime/process_pool.py": "the kernel's files",
     "core/runtime/worker_errors.py": "the kernel's files",
+    "core/runtime/remote.py": "files of the network: nothing here is opened by their names",
     "core/training/run_lock.py": "the kernel's files",
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",

@@ -39,7 +39,7 @@ LAYOUTS = {  # model, ranks, sections
     "packed documents": (LLAMA | SIZES, 1, {"data": {"document_mask": True}}),
     "Muon": (LLAMA, 1, {"optimizer": {"name": "muon"}}),
 }
-STEP = {"read core/training/step.py Trainer._global": 1}
+STEP = {"read core/training/step.py Trainer.train_step": 1}
 EXCHANGED = {"read core/parallel/expert.py Dispatch._send": LAYERS * MICRO_BATCHES}
 HOST_WAITS = dict.fromkeys(LAYOUTS, STEP) | {"ep": STEP | EXCHANGED}
 
@@ -69,6 +69,15 @@ def test_the_host_waits_for_the_gpu_only_where_the_table_says(trace_step, name):
     assert (
         trace_step.waits_by_place(trace_step.step_events(config, world, rank)) == HOST_WAITS[name]
     )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gpu_has_the_update_to_make_while_the_host_reads_loss_and_norm(trace_step, name):
+    config, world = config_of(name)
+    events = trace_step.step_events(config, world, world - 1 if name == "pp" else 0)
+    places = [f"{event.kind} {event.place}" for event in events]
+    later = {e.name for e in events[places.index(*STEP) + 1 :]} - {"aten._to_copy"}
+    assert "mtcli.adamw_" in later if name == "Muon" else not later, later
 
 
 def test_one_rank_s_embedding_is_a_lookup_alone(trace_step):

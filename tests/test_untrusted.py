@@ -127,6 +127,7 @@ PLACES = [
     ("hf/model.safetensors", ["shard", "hf", "out"]),
     ("hf/model.safetensors.index.json", ["shard", "hf", "out"]),
     ("hf/generation_config.json", ["shard", "hf", "out"]),
+    ("x.gguf", ["shard", "inspect", "x.gguf"]),
     ("hf/tokenizer.json", ["generate", "hf", *SAY]),
     ("hf/generation_config.json", ["generate", "hf", *SAY]),
     ("hf/tokenizer_config.json", ["generate", "hf", *SAY]),

@@ -37,7 +37,8 @@ Inputs = Annotated[
     typer.Argument(
         metavar="INPUT...",
         help="files, folders and globs of .warc .wet .jsonl .txt (also under .gz .zst .xz .bz2), "
-        "and .parquet; or train-quality, with --good and --bad, to train a quality classifier",
+        "and .parquet; https:// s3:// gs:// hub:owner/name; or train-quality, with --good and "
+        "--bad, to train a quality classifier",
     ),
 ]
 Output = Annotated[

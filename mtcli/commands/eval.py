@@ -12,6 +12,7 @@ from mtcli.commands.options import (
     Nproc,
     OptionalCheckpoint,
     Overrides,
+    Weights,
     given_flags,
     refuse_flags,
 )
@@ -135,6 +136,7 @@ def eval(
     seed: Seed = 1234,
     compare: Compare = None,
     contaminated: Contaminated = None,
+    weights: Weights = None,
     base: MovedBase = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
@@ -168,7 +170,15 @@ def eval(
         lambda: train_settings(overrides, device=device),
         lambda: None if contaminated is None else read_ngrams(contaminated),
         *(
-            partial(require_model, path, overrides, num_ranks(nproc), encoders=True, base=base)
+            partial(
+                require_model,
+                path,
+                overrides,
+                num_ranks(nproc),
+                encoders=True,
+                base=base,
+                weights=weights,
+            )
             for path in paths
         ),
     )
@@ -190,6 +200,7 @@ def eval(
         items=items_file(items, json_out, checkpoint, specs),
         json_out=json_out,
         base=base,
+        weights=weights,
         chat=chat,
     )
 

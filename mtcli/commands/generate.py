@@ -13,6 +13,7 @@ from mtcli.commands.options import (
     Nproc,
     Overrides,
     Resume,
+    Weights,
     given_flags,
 )
 from mtcli.commands.output import answer, answering, echo, say_wrote
@@ -151,6 +152,7 @@ def generate(
     logprobs: Logprobs = None,
     seed: Seed = 0,
     cache_gib: CacheGib = 2.0,
+    weights: Weights = "fp32",
     base: MovedBase = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
@@ -169,7 +171,7 @@ def generate(
         lambda: _require_chat(context, chat, system, talks, num_ranks(nproc)),
         lambda: _biases(logit_bias),
         lambda: train_settings(overrides, device=device),
-        lambda: require_model(checkpoint, overrides, num_ranks(nproc), base=base),
+        lambda: require_model(checkpoint, overrides, num_ranks(nproc), base=base, weights=weights),
     )
     if model is not None and (beyond := [id for id in biases if id >= model.vocab_size]):
         message = f"the id {beyond[0]} is not among the vocabulary's {model.vocab_size}"
@@ -180,7 +182,7 @@ def generate(
         from mtcli.core.inference.run import GenerateRequest, generate_all
         from mtcli.core.inference.token_choice import Sampling
 
-        opened = open_model(checkpoint, overrides, runtime, base=base)
+        opened = open_model(checkpoint, overrides, runtime, base=base, weights=weights)
         cuts = temperature, top_k, top_p, seed, min_p
         sampling = Sampling(*cuts, repetition_penalty, biases)
         if talks:

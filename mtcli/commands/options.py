@@ -41,6 +41,10 @@ MovedBase = Annotated[
         help="the weights that adapters are for, where these are no longer where they were",
     ),
 ]
+Weights = Annotated[
+    Literal["fp32", "bf16", "int8"] | None,
+    typer.Option("--weights", help="keep weights in these many bits, on a CPU"),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(

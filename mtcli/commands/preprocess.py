@@ -13,8 +13,8 @@ InputPaths = Annotated[
     typer.Argument(
         metavar="INPUT...",
         help="files, folders and globs of .txt .md .tokens .jsonl .csv .tsv (also under .gz .zst "
-        ".xz .bz2) and .parquet; - for standard input; stdlib for the running Python's standard "
-        "library",
+        ".xz .bz2) and .parquet; addresses (https:// s3:// gs:// hub:owner/name); - for standard "
+        "input; stdlib for the running Python's standard library",
     ),
 ]
 Output = Annotated[

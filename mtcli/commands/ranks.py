@@ -68,9 +68,10 @@ def require_model(
     world: int,
     encoders: bool = False,
     base: str | None = None,
+    weights: str | None = None,
 ) -> "ModelConfig | None":
     """A checkpoint's model, if the path tells it. `base` is the new folder of weights under
-    adapters.
+    adapters, `weights` the dtype that weights are kept in.
 
     Raises MtcliError, before torch is imported, where a path has no checkpoint, or one whose model
     `world` ranks cannot open with these overrides; for a model that predicts no next token, unless
@@ -78,14 +79,14 @@ def require_model(
     """
     from mtcli.core.checkpoint.folder import find_checkpoints, model_of
     from mtcli.core.config.errors import MtcliError
-    from mtcli.core.config.rules import forward_config, of_training, require_causal
+    from mtcli.core.config.rules import forward_config, of_training, require_causal, require_stored
 
     model = model_of(find_checkpoints([checkpoint], base)[0])
     if model is None:
         return None
     if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
-    forward_config(model, overrides, world)
+    require_stored(weights, forward_config(model, overrides, world), "cpu")
     fields = (override.partition("=")[0].strip() for override in overrides)
     unread = [field for field in fields if not field.startswith(FORWARD)]
     if unread:

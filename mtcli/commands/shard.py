@@ -2,6 +2,7 @@
 memory."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Parameters that have no use where no checkpoint is written, and where none are compared.
-OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push")
+OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push", "text")
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 QUANTISED = "q8_0"  # a dtype of GGUF alone
+TEMPLATES = ("tokenizer.chat_template",)  # of many lines
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
 
 
@@ -89,6 +91,13 @@ MergeLora = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
 ]
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="with --to gguf: also print what the rounding changes of a text's perplexity",
+    ),
+]
 Push = Annotated[
     str | None,
     typer.Option(
@@ -114,6 +123,7 @@ def shard(
     merge_lora: MergeLora = False,
     base: MovedBase = None,
     push: Push = None,
+    text: Text = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -124,6 +134,9 @@ def shard(
     from mtcli.core.checkpoint.safetensors_file import parse_dtype
     from mtcli.core.convert.layout import parse_layout
 
+    if words[0] == "inspect" and words[-1].endswith(".gguf"):
+        _verb(words, context)
+        return _inspect_gguf(Path(words[1]), json_out)
     # Before torch is imported.
     name, model, size, where, verb, sources = collect_errors(
         lambda: None if dtype in (None, QUANTISED) else parse_dtype(dtype),
@@ -136,11 +149,7 @@ def shard(
     target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], words[1], target_format, layout, max_shard_size)
-        if family and chosen not in ("hf", "gguf"):
-            hint = "--to hf, or leave --family out"
-            raise wrong(f"--family {family} with --to {chosen}", hint, "--family")
-        if push:
-            _require_pushed(push, chosen)
+        _require_format(chosen, family, push, text)
         if chosen != "gguf":
             require_free(Path(words[1]), force)
     if dtype == QUANTISED and (verb != "convert" or chosen != "gguf"):
@@ -164,10 +173,30 @@ def shard(
             raise wrong(f"--upcycle with --to {chosen}", hint, "--upcycle")
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc, family)
-        writers = {"gguf": _to_gguf, "dcp": _to_dcp, "peft": _to_peft}
+        writers: dict[str, Callable[..., None]] = {
+            "gguf": partial(_to_gguf, text),
+            "dcp": _to_dcp,
+            "peft": _to_peft,
+        }
         if chosen in writers:
             return writers[chosen](source, Path(words[1]), plan, dtype, json_out)
         _convert(source, Path(words[1]), plan, layout or "", push, json_out)
+
+
+def _require_format(to: str, family: str | None, push: str | None, text: Path | None) -> None:
+    """Raises MtcliError where --family, --push or --text do not fit the format, or --push has no
+    token."""
+    from mtcli.core.runtime.hub import require_token
+
+    if family and to not in ("hf", "gguf"):
+        hint = "--to hf, or leave --family out"
+        raise wrong(f"--family {family} with --to {to}", hint, "--family")
+    if text and to != "gguf":
+        raise wrong(f"--text {text} with --to {to}", "--to gguf, or mtcli eval", "--text")
+    if push and to != "hf":
+        raise wrong(f"--push {push} with --to {to}", "--to hf", "--push")
+    if push:
+        require_token(push, "--push")
 
 
 def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
@@ -198,19 +227,25 @@ def _to_peft(
 
 
 def _to_gguf(
+    text: Path | None,
     source: "Checkpoint",
     target: Path,
     plan: "ConversionPlan",
     dtype: str | None,
     json_out: str | None,
 ) -> None:
+    from mtcli.core.convert.gguf.perplexity import perplexities, read_tokens
     from mtcli.core.convert.gguf.write import plan_gguf, require_free_file, to_gguf
 
     require_free_file(target, plan.force)
     file = plan_gguf(source, plan.family, dtype)
+    tokens = None if text is None else read_tokens(source, text)
     line = f"{source.folder}: {len(file.tensors)} tensors; writing {file.architecture} as "
     echo(f"{line}{file.dtype} to {target}", err=True)
-    _finish(to_gguf(source, target, file, plan.verify), json_out)
+    facts = to_gguf(source, target, file, plan.verify)
+    if tokens is not None:
+        facts |= perplexities(source.averaged(), file, tokens)
+    _finish(facts, json_out)
     say_wrote(str(target))
 
 
@@ -283,6 +318,26 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     )
 
 
+def _inspect_gguf(path: Path, json_out: str | None) -> None:
+    from mtcli.core.convert.gguf.header import describe_gguf
+    from mtcli.core.runtime.console import print_table
+
+    facts = describe_gguf(path)
+    if not answer(facts, json_out):
+        return
+    counts = [
+        f"{count['tensors']:,} {kind} of {count['bytes']:,} bytes"
+        for kind, count in facts["types"].items()
+    ]
+    rows = {name: _show(facts[name]) for name in ("path", "format", "architecture", "name")}
+    rows |= {"parameters": f"{facts['parameters']:,}", "tensors": ", ".join(counts)}
+    print_facts(rows | {"bytes": f"{facts['file_bytes']:,}"})
+    stated = [
+        [name, _show(value)] for name, value in facts["facts"].items() if name not in TEMPLATES
+    ]
+    print_table("", ("", ""), stated)
+
+
 def _adapters(adapters: dict[str, Any] | None) -> str:
     """The adapters' number, scale, layers and base in one line."""
     if adapters is None:
@@ -300,15 +355,6 @@ def _shape(model: dict[str, Any]) -> str:
         return f"{sizes}, MLP {model['ffn_hidden_size']:,}"
     experts = f"{model['num_experts']} experts of {model['moe_ffn_hidden_size']:,}"
     return f"{sizes}, {experts}, {model['top_k']} for each token"
-
-
-def _require_pushed(repository: str, to: str) -> None:
-    """Raises MtcliError where a folder of this format, or without a token, cannot be pushed."""
-    from mtcli.core.runtime.hub import require_token
-
-    if to != "hf":
-        raise wrong(f"--push {repository} with --to {to}", "--to hf", "--push")
-    require_token(repository, "--push")
 
 
 def _convert(

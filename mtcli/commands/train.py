@@ -67,6 +67,7 @@ def train(
     from mtcli.core.runtime.attempts import times_restarted
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.runtime.slurm import require_srun
+    from mtcli.core.training.run_config import planned_config
     from mtcli.core.training.run_folder import how_it_goes_on
 
     require_srun(nproc)
@@ -78,7 +79,7 @@ def train(
     again = times_restarted() > 0
     start = partial(_require_start, source, overrides, resume or again, start_over or again)
     run, *_ = collect_errors(
-        lambda: _planned(source, overrides, num_ranks(nproc)),
+        lambda: planned_config(source, overrides, num_ranks(nproc)),
         *([start] if environment_world() is None else []),  # ranks find out when they start
         otherwise=start,
     )
@@ -109,19 +110,6 @@ def _own_folder(config: str | None) -> list[str]:
     if config is None or not isdir(config) or not holds_run(Path(config)):
         return []
     return [f"train.output={json.dumps(config, ensure_ascii=False)}"]
-
-
-def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunConfig":
-    """The config of a run, with the steps of its epochs, where the data tells their number."""
-    from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
-    from mtcli.core.config.rules import load_checked
-
-    run = load_checked(source, overrides, world)
-    if run.data.format == "tokens" or not run.data.train:
-        return run
-    from mtcli.core.data.epochs import with_steps
-
-    return with_steps(run, starting_tokenizer(run))
 
 
 def _require_start(source: "str | Table", overrides: list[str], resume: bool, anew: bool) -> None:

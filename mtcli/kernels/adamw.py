@@ -69,14 +69,18 @@ def _block(
 
 @kernel(CONFIGS)
 def _adamw(
-    table_ptr, chunks_ptr, moment_like, weight_like, gradient_like, shrink, one_less_beta1, beta2,
-    one_less_beta2, eps, step, root, factor, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table_ptr, chunks_ptr, moment_like, weight_like, gradient_like, factor_ptr, shrink,
+    one_less_beta1, beta2, one_less_beta2, eps, step, root, ROUNDS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one chunk of a tensor; the arguments `_like` only give dtypes.
+    """Updates one chunk of a tensor, unless the factor is NaN; the arguments `_like` only give
+    dtypes.
 
     step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
     """
+    factor = tl.load(factor_ptr)
+    if factor != factor:
+        return
     _, row, start, numel, decays, is_full = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     addresses = (
@@ -107,23 +111,26 @@ def adamw_(
     Bytes moved per element: 8 for the master, 16 for moments in float32 and 8 in bfloat16, the
     gradient, and the weight if it is not its own master.
     """
+    factor = update.factor
+    if not isinstance(factor, Tensor):
+        factor = torch.full((), factor, dtype=torch.float32, device=gradients[0].device)
     point_at_gradients_(table, gradients)
     (beta1, beta2), lr, count = update.betas, update.lr, update.count
     numbers = [
         1.0 - lr * update.decay, 1.0 - beta1, beta2, 1.0 - beta2, update.eps,
-        lr / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5, update.factor,
+        lr / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5,
     ]  # fmt: skip
     first = (tensors.masters[0], tensors.exp_avgs[0], tensors.weights[0], gradients[0])
-    _adamw_op(*table, *first, numbers)
+    _adamw_op(*table, *first, factor, numbers)
 
 
 @custom_op(
     "adamw_(Tensor host, Tensor table, Tensor chunks, Tensor(a!) master, Tensor(b!) moment,"
-    " Tensor(c!) weight, Tensor gradient, float[] numbers) -> ()"
+    " Tensor(c!) weight, Tensor gradient, Tensor factor, float[] numbers) -> ()"
 )
-def _adamw_op(host, table, chunks, master, moment, weight, gradient, numbers):
+def _adamw_op(host, table, chunks, master, moment, weight, gradient, factor, numbers):
     """Takes one tensor per role: passing thousands through the dispatcher takes longer than the
     launch."""
     assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"
     flags = {"ROUNDS": weight.dtype != torch.float32, "CHUNK": CHUNK}
-    _adamw[(len(chunks),)](table, chunks, moment, weight, gradient, *numbers, **flags)
+    _adamw[(len(chunks),)](table, chunks, moment, weight, gradient, factor, *numbers, **flags)

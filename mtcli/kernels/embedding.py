@@ -11,10 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.gradient_sink import GradientSink
+from mtcli.kernels.stored_weight import StoredWeight
 
 
-def embedding(ids_T: Tensor, weight_VD: Tensor, sink: GradientSink | None = None) -> Tensor:
+def embedding(
+    ids_T: Tensor, weight_VD: Tensor | StoredWeight, sink: GradientSink | None = None
+) -> Tensor:
     """The rows [T, D] of ids; their gradients are added to a sink, if the table has one."""
+    if isinstance(weight_VD, StoredWeight):
+        return weight_VD.rows(ids_T)
     if sink is None or sink.row_stride is None:
         return F.embedding(ids_T, weight_VD)
     return _Embedding.apply(ids_T, weight_VD, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch

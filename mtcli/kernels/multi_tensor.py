@@ -41,14 +41,17 @@ class OptimizerTensors(NamedTuple):
 
 
 class OptimizerStep(NamedTuple):
-    """The scalars of an update; gradients are first multiplied by `factor`, which clips them."""
+    """The scalars of an update; gradients are first multiplied by `factor`, which clips them.
+
+    AdamW's kernel takes a factor of the device too, and updates nothing where it is NaN.
+    """
 
     lr: float
     betas: tuple[float, float]
     eps: float
     decay: float
     count: int  # updates, with this one
-    factor: float = 1.0
+    factor: float | Tensor = 1.0
 
 
 class TensorTable(NamedTuple):

@@ -255,3 +255,34 @@ def show_often(rank):
     import mtcli.core.runtime.progress as progress
 
     progress.LINE_SECONDS = 0.0
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_weights_are_kept_as_they_are_asked_for(model, tmp_path, weights):
+    from mtcli.core.inference.generate import Ends, Generator, TextRequest
+    from mtcli.core.inference.model import open_model
+    from mtcli.core.runtime.launch import Runtime
+
+    folder, texts, _ = model
+    (tmp_path / "p.txt").write_text("\n".join(LINES))
+    words = ("--prompts", "p.txt", "--weights", weights, "--json", "-")
+    done = generate(folder, *words, folder=tmp_path)
+    found = [one["text"] for one in json.loads(done.stdout)["generated"]]
+    runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
+    opened = open_model(str(folder), [], runtime, weights=weights)
+    decode = opened.require_tokenizer().decode
+    ends = Ends(COUNT)
+    requests = [TextRequest(list(s.encode()), ends, decode=decode) for s in LINES]
+    ended = sorted(Generator(opened.scorer).run(requests), key=lambda text: text.index)
+    assert found == [text.result.text for text in ended]
+    kept = "fp32" if weights == "fp32" else f"fp32, {weights} weights"
+    assert opened.facts()["model"]["precision"] == kept
+    assert weights != "fp32" or found == texts
+
+
+def test_weights_of_two_precisions_are_refused(model):
+    words = ("--prompt", "x", "--weights", "int8", "--set", "train.precision=bf16")
+    done = generate(model[0], *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "--weights: weights=int8 are multiplied by float32 activations" in done.stderr
+    assert "hint: leave one of them out" in done.stderr

@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub, by a stand-in on loopback: fetched, pinned, offline, pushed."""
 
 import json
+import os
 
 import pytest
 from chats import save_model, sums, write_lines
@@ -113,6 +114,13 @@ def test_a_folder_is_pushed_with_a_card(run, hub, folder, tmp_path):
     )
     done = run("train", f"hub:{NAME}", *words, "--set", "batch.global_batch_size=1")
     assert done.returncode == 0, done.stderr
+    (tmp_path / "wiki.txt").write_text(" = A title = \n A text of some words . \n" * 9)
+    done = run("eval", "run", "--task", "wikitext103=wiki.txt", "--json", "run/wiki.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "wiki.json").read_text())
+    (tmp_path / "run" / "x.json").write_text(json.dumps(result | {"checkpoint": "other"}))
+    (tmp_path / "run" / "old.json").write_text(json.dumps(result))
+    os.utime(tmp_path / "run" / "old.json", (0, 0))
     done = run("shard", "run", "out", "--to", "hf", "--push", "me/sums", "--json", "x.json")
     assert done.returncode == 0, done.stderr
     assert hub.created == ["me/sums"]
@@ -125,6 +133,8 @@ def test_a_folder_is_pushed_with_a_card(run, hub, folder, tmp_path):
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert f"| {rows[-1]['step']} | {rows[-1]['loss']:.4f} |  |" in card
+    report = result["tasks"]["wikitext103"]
+    assert card.count(f"| wikitext103 | perplexity | {report['perplexity']:.4f} |") == 1
     assert str(tmp_path) not in card and "mtcli generate hub:me/sums" in card
     done = run("shard", "run", "out", "--to", "hf", "--force")
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,21 @@ def test_the_reference_does_so_too(dtype):
         assert distance(ours.flatten(), theirs) < 2e-6
 
 
+@pytest.mark.parametrize("factor", [0.25, float("nan")])
+def test_a_factor_of_the_device_is_one_of_the_host_and_updates_nothing_where_it_is_nan(
+    device, factor
+):
+    def updated(factor):
+        parts, cut = parts_on(device, torch.bfloat16, offset=1)
+        adamw_(tensor_table(parts), parts, cut(10), UPDATES[1]._replace(factor=factor))
+        return [x for role in parts[:4] for x in role]
+
+    start = [x for role in parts_on(device, torch.bfloat16, offset=1)[0][:4] for x in role]
+    expected = start if factor != factor else updated(factor)
+    found = updated(torch.tensor(factor, device=device))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_what_lies_between_the_tensors_is_left_alone(device):
     flat = torch.full((3 * 16,), 7.0, device=device)
     mine = [flat[0:13], flat[16:33], flat[36:40]]
@@ -166,6 +181,7 @@ def test_a_step_sends_addresses_only_where_one_has_changed_and_calls_two_operato
     kept, moved = cut(10), [*cut(11)[:-1], cut(12)[-1]]
     order, sent, calls = (kept, kept, moved), [], []
     for update, gradients in zip(UPDATES, order, strict=True):
+        update = update._replace(factor=torch.tensor(update.factor, device=device))
         # A mark on the device, which takes the path of unaligned tensors.
         packed.table[:, ALIGNED] = 0
         with Operators() as operators:

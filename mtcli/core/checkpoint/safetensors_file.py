@@ -49,7 +49,8 @@ def parse_dtype(text: str) -> str:
     """
     name = SHORT.get(text, text)
     if name not in CODES:
-        raise wrong(f"there is no dtype {text!r}", f"one of {', '.join(SHORT)}", "--dtype")
+        hint = f"one of {', '.join(SHORT)}; with --to gguf also q8_0"
+        raise wrong(f"there is no dtype {text!r}", hint, "--dtype")
     return name
 
 

@@ -284,15 +284,21 @@ def _unknown(path: list[str]) -> Problem:
     *parents, name = path
     section = ".".join(parents)
     where = f"in [{section}]" if parents else "at the top level"
-    siblings = _fields_of(parents)
-    likely = meant_fields(name, siblings, all_fields())
-    meant = [field.removeprefix(f"{section}.") for field in likely]
-    hint = f"known: {', '.join(siblings)}"
+    meant = [field.removeprefix(f"{section}.") for field in meant_by(path)]
+    hint = f"known: {', '.join(_fields_of(parents))}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
         hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
     elif meant:
         hint = f"did you mean {either([repr(field) for field in meant])}?"
     return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
+
+
+def meant_by(path: Sequence[str]) -> list[str]:
+    """Returns the fields, as section.name, that an unknown path most likely stands for."""
+    *parents, name = path
+    likely = meant_fields(name, _fields_of(parents), all_fields())
+    near = set(likely) & set(_fields_of(parents))
+    return [".".join([*parents, field]) if field in near else field for field in likely]
 
 
 def _no_whole_heads(detail: ErrorDetails) -> Problem | None:

@@ -133,6 +133,27 @@ def require_causal(path: str, model: ModelConfig) -> None:
         raise wrong(message, hint, "model.causal")
 
 
+def require_stored(weights: str | None, config: RunConfig, device: str) -> None:
+    """Raises MtcliError where weights cannot be kept in a dtype of their own;
+    `device` is cpu or another one."""
+    if weights in (None, "fp32"):
+        return
+    problems, said = [], f"weights={weights} "
+    if (precision := config.train.precision) != "fp32":
+        message = f"{said}are multiplied by float32 activations, and train.precision={precision!r}"
+        problems.append(Problem(message, "leave one of them out", "--weights"))
+    if config.parallel.grid_rows > 1:
+        message = f"{said}have no panels, and a grid of {config.parallel.tp} ranks multiplies those"
+        problems.append(Problem(message, "parallel.tp_mode=1d", "--weights"))
+    if device != "cpu":
+        hint = "--device cpu, or --set train.precision=bf16"
+        problems.append(
+            Problem(f"{said}are of a CPU, and the device is {device}", hint, "--weights")
+        )
+    if problems:
+        raise MtcliError(*problems)
+
+
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config, world)]
 
@@ -561,6 +582,17 @@ class Need(NamedTuple):
     values: tuple[str, ...]
     otherwise: str  # of any other value: why that is no use
 
+    def holds(self, config: RunConfig) -> bool:
+        """Says whether a config has the setting."""
+        has = attrgetter(self.setting)(config)
+        return has in self.values or (not self.values and has > 0)
+
+    @property
+    def words(self) -> str:
+        """The setting in words: "optimizer.name = 'lamb'"."""
+        values = " = " + either(map(repr, self.values)) if self.values else " of 1 or more"
+        return self.setting + values
+
 
 NEEDS = (
     Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
@@ -631,17 +663,16 @@ NEEDS = (
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that no field is set which the other settings make meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
-    for fields, setting, values, otherwise in NEEDS:
-        has = attrgetter(setting)(config)
-        if has in values or (not values and has > 0):
+    for need in NEEDS:
+        if need.holds(config):
             continue
-        for section, name, default in _defaults(fields):
+        for section, name, default in _defaults(need.fields):
             value = getattr(getattr(config, section), name)
             if value not in (default, by_name.get(name, default)):
                 said = shown(list(value) if isinstance(value, tuple) else value)
-                lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
-                needed = " = " + either(map(repr, values)) if values else " of 1 or more"
-                hint = f"{setting}{needed}, or leave {section}.{name} out"
+                has = attrgetter(need.setting)(config)
+                lacking = f"{need.setting.partition('.')[2]}={has!r}, {need.otherwise}"
+                hint = f"{need.words}, or leave {section}.{name} out"
                 yield Problem(f"{name}={said} with {lacking}", hint, f"{section}.{name}")
 
 

@@ -33,6 +33,7 @@ Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Epsilon = Annotated[Real, Field(ge=1e-30, le=1.0)]
 Decay = Annotated[Real, Field(ge=0.0, le=100.0)]
+StoredDtype = Literal["fp32", "bf16", "int8"]  # of weights that float32 activations multiply
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
 Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]
@@ -48,7 +49,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Sources = Annotated[tuple[PathText, ...], BeforeValidator(_listed)]
+Sources = Annotated[
+    tuple[PathText, ...],
+    BeforeValidator(_listed, json_schema_input_type=str | tuple[PathText, ...]),
+]
 
 
 class ParallelConfig(Section):
@@ -128,6 +132,10 @@ class BatchConfig(Section):
         """The tokens of one optimizer step, over all ranks."""
         return self.global_batch_size * self.seq_len
 
+    def num_micro_batches(self, shards: int) -> int:
+        """Returns the micro-batches of one step on each of the ranks that shard the batch."""
+        return self.global_batch_size // (self.micro_batch_size * shards)
+
 
 class OtherConfig(Section):
     """AdamW beside Muon: of embeddings, heads, norms, biases, routers and sinks."""
@@ -201,6 +209,13 @@ class OptimizerConfig(Section):
         fields = {field for defaults in OF_OPTIMIZER.values() for field in defaults}
         default = {field: type(self).model_fields[field].default for field in fields} | usual
         return {field for field in fields if getattr(self, field) == default[field]}
+
+    def steps_of_decay(self, steps: int) -> int:
+        """Returns the steps of the decay in a run of some steps: the given number, or all that the
+        warm-up leaves."""
+        if self.schedule == "constant":
+            return 0
+        return self.decay_steps or steps - self.warmup_steps
 
     @property
     def of_others(self) -> "OptimizerConfig":

@@ -6,6 +6,7 @@ Names of data are without their folders, and no path of this machine is in a car
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.reader import Checkpoint
@@ -16,6 +17,7 @@ from mtcli.core.runtime.hub import is_hub, parse_hub
 
 CARD = "README.md"
 METRICS = "metrics.jsonl"  # of the run folder
+MAX_RESULT_BYTES = 1 << 24
 SHOWN = 10  # rows of the table of losses
 Loss = tuple[int, float, float | None]  # step, loss, loss of validation
 
@@ -30,6 +32,8 @@ def model_card(source: Checkpoint, repository: str) -> str:
     if losses := losses_of(source):
         rows = [(f"{step:,}", f"{loss:.4f}", _shown(valid)) for step, loss, valid in losses]
         lines += ["", "## Losses", "", *_table(("step", "loss", "validation"), rows)]
+    if figures := evaluations_of(source):
+        lines += ["", "## Evaluation", "", *_table(("task", "metric", "value"), figures)]
     lines += ["", "## Use", "", "```", f"mtcli generate hub:{repository} --prompt TEXT"]
     lines += [f"mtcli eval hub:{repository} --task wikitext103=PATH"]
     lines += [f"mtcli train hub:{repository} --set data.train=my.jsonl", "```", ""]
@@ -54,6 +58,35 @@ def losses_of(source: Checkpoint) -> list[Loss]:
     validated = [one for one in steps if one[2] is not None] or steps
     stride = -(-len(validated) // SHOWN) or 1
     return validated[::-1][::stride][::-1]
+
+
+def evaluations_of(source: Checkpoint) -> list[tuple[str, str, str]]:
+    """Reads (task, metric, value) of the results that `mtcli eval --json` wrote into a checkpoint's
+    folder or its run's; of those that name it, and are younger than its config."""
+    folder = source.folder.absolute()
+    folders = [folder, folder.parent.parent] if folder.parent.name == CHECKPOINTS else [folder]
+    saved = max((path.stat().st_mtime for path in folder.glob("config.*")), default=0.0)
+    rows: list[tuple[str, str, str]] = []
+    for path in sorted(path for one in folders for path in one.glob("*.json")):
+        result: Any = None
+        with suppress(OSError, ValueError):  # some other file
+            result = parse_json(read_untrusted(path, MAX_RESULT_BYTES))
+        match result:
+            case {"checkpoint": str(name), "tasks": dict(tasks)}:
+                if (
+                    Path(name).name in {one.name for one in folders}
+                    and path.stat().st_mtime > saved
+                ):
+                    rows += [
+                        row for task, report in tasks.items() for row in _figures(task, report)
+                    ]
+    return rows
+
+
+def _figures(task: str, report: Any) -> list[tuple[str, str, str]]:
+    """Lists a task's metrics: the numbers of its report that are no counts."""
+    figures = report.items() if isinstance(report, dict) else ()
+    return [(task, name, f"{value:.4f}") for name, value in figures if isinstance(value, float)]
 
 
 def _head(source: Checkpoint) -> list[str]:

@@ -22,6 +22,7 @@ from mtcli.core.data.sources import (
     cut,
     find_sources,
 )
+from mtcli.core.runtime.remote import is_remote
 
 WET = ".wet"  # extracted text, in WARC's format
 CURATE_KINDS: Kinds = KINDS | {".warc": "warc", WET: "warc"}
@@ -78,14 +79,22 @@ def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFil
     if not inputs:
         raise wrong("no input", "give files, folders or globs of WARC, JSON lines, text, Parquet")
     listing = find_sources(inputs, kind, CURATE_KINDS)
-    once = {os.path.realpath(source.path): source for source in listing.sources}
+    once = {_place(source): source for source in listing.sources}
     parent = os.path.commonpath([os.path.dirname(path) for path in once])
     named = sorted(
-        (PurePosixPath(os.path.relpath(path, parent)).as_posix(), source._replace(path=path))
+        (
+            PurePosixPath(os.path.relpath(path, parent)).as_posix(),
+            source if is_remote(source.path) else source._replace(path=path),
+        )
         for path, source in once.items()
     )
     sources = tuple(source for _, source in named)
     return CorpusFiles(sources, {source.path: name for name, source in named}, listing.left_out)
+
+
+def _place(source: SourceFile) -> str:
+    """Returns the absolute path of a file; an address is one, below the root."""
+    return f"/{source.path}" if is_remote(source.path) else os.path.realpath(source.path)
 
 
 def blocks_of(inputs: CorpusFiles, blank: bool) -> list[TextBlock]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,7 @@ REPORT_HTML = "report.html"
 
 def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
     """Hashes a run's inputs and options; equal for two runs that must write the same bytes."""
-    files = [
-        [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in corpus.sources]
-        for corpus in corpora
-        if corpus
-    ]
+    files = [[source.facts for source in corpus.sources] for corpus in corpora if corpus]
     determinants = [files, as_dict(request.config), request.text_key, request.split_on_blank]
     determinants += [request.format, BLOCK_BYTES]
     return hashlib.sha256(json.dumps(determinants).encode()).hexdigest()

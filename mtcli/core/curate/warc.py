@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_untrusted, shown
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import shown
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
 from mtcli.core.curate.documents import BadRecord, Document, PassedOver, key_of, made_key, stem
@@ -32,6 +32,7 @@ from mtcli.core.curate.page_limits import (
 from mtcli.core.data.compressed import pieces
 from mtcli.core.data.sources import SourceFile
 from mtcli.core.runtime.process_pool import Progress
+from mtcli.core.runtime.remote import open_input
 
 HTML = ("text/html", "application/xhtml+xml")
 PAGES = ("response", "resource")
@@ -51,7 +52,7 @@ def read_warc(
     """
     warc = require("fastwarc.warc", "extract")
     number = last = end = 0
-    with open_untrusted(source.path) as file:
+    with open_input(source.path, source.size) as file:
         stream = _Stream(pieces(file, source.compression, source.path))
         records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="none")
         while True:
@@ -62,6 +63,8 @@ def read_warc(
                     break
                 end = _end(record)
                 document = _document(record, name, number, html)
+            except MtcliError:  # of the network
+                raise
             except Exception as error:  # a library's own, of many kinds, for a damaged record
                 ended = stream.error or error
                 yield BadRecord(name, number, f"a damaged WARC record: {ended}")

@@ -25,6 +25,7 @@ from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ChatExamples, ExampleTokenizer, read_examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.runtime.remote import local_copy
 from mtcli.core.runtime.sandbox import OverLimit
 
 
@@ -130,7 +131,8 @@ class PackedConversations:
         self.seq_len = config.batch.seq_len
         self.weights: tuple[float, ...] | None = None
         self.prefixes = read_blend(paths, field)[0]
-        read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
+        self.paths = collect_errors(*(partial(local_copy, name) for name in self.prefixes))
+        read = (partial(read_examples, path, tokenize, field) for path in self.paths)
         self.examples = collect_errors(*read)
         split = chosen(config.data, which)[1]
         owned = [_share(examples, split, which) for examples in self.examples]
@@ -160,7 +162,7 @@ class PackedConversations:
 
     @property
     def files(self) -> list[list[Path]]:
-        return [[Path(name)] for name in self.prefixes]
+        return [[path] for path in self.paths]
 
     def batch(self, start: int, count: int) -> np.ndarray:
         """Reads rows start .. start + count - 1: int64 [count, seq_len + 1]."""

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import listed, open_untrusted, shown
+from mtcli.core.config.untrusted import listed, shown
 from mtcli.core.data.compressed import DAMAGE, pieces, require_ratio
 from mtcli.core.data.sources import (
     FileKind,
@@ -27,6 +27,7 @@ from mtcli.core.data.sources import (
     end_of_last,
 )
 from mtcli.core.runtime.process_pool import Progress
+from mtcli.core.runtime.remote import open_input
 
 WINDOW = 4 << 20  # bytes looked at together
 HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten million words
@@ -110,7 +111,7 @@ def read_documents(
 def count_lines(piece: FileRange, progress: Progress = lambda _: None) -> int:
     """Counts the line breaks in a file range, as it is on disk."""
     lines, left = 0, piece.stop - piece.start
-    with open_untrusted(piece.source.path) as file:
+    with open_input(piece.source.path, piece.source.size) as file:
         file.seek(piece.start)
         while left and (data := file.read(min(WINDOW, left))):
             lines, left = lines + _num_lines(data), left - len(data)
@@ -148,7 +149,7 @@ def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
     Raises MtcliError where they exceed MAX_RATIO times the file, and the errors of
     `compressed.pieces`.
     """
-    with open_untrusted(piece.source.path) as file:
+    with open_input(piece.source.path, piece.source.size) as file:
         file.seek(piece.start)
         yield _windows(file, piece, progress)
 
@@ -533,7 +534,8 @@ def parquet_rows(
             f"{source.path} needs the package pyarrow", "pip install 'mtcli[data]'"
         ) from None
     try:
-        with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+        opened = open_input(source.path, source.size)
+        with opened as raw, pyarrow.parquet.ParquetFile(raw) as file:
             names, metadata = file.schema_arrow.names, file.metadata
             if required is not None:
                 _require_column(source, required, names)

@@ -6,7 +6,6 @@ holds a block per worker and a file buffer, whatever the size of the corpus.
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -178,7 +177,7 @@ def _require_output(output: Path) -> None:
 
 def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> str:
     """Hashes a run's inputs and options; equal for two requests that must write the same bytes."""
-    files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
+    files = [source.facts for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
     options: tuple[object, ...] = (request.tokenizer, request.text_key)
     options += (request.split_on_blank, request.append_eod)

@@ -217,7 +217,7 @@ def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
     other shapes."""
     try:
         arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
-    except (OSError, ValueError, OverflowError, SyntaxError, TokenError):
+    except (OSError, ValueError, TypeError, OverflowError, SyntaxError, TokenError):
         return None
     integers = all(array.dtype.kind in "iu" for array in arrays)
     return arrays if integers and arrays.fits() else None

@@ -20,6 +20,7 @@ from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.not_found import near_path
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
+from mtcli.core.runtime.remote import is_remote, list_remote, open_input, path_of
 
 FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"]
 # By the ending of a name, under that of a compression; a file of another needs its kind named.
@@ -51,12 +52,19 @@ USUAL = {"text": (b"\n\n", b"\n\r\n")}  # found from the end, a hundred times as
 class SourceFile(NamedTuple):
     """A file to read."""
 
-    path: str
+    path: str  # or its address
     kind: FileKind
     compression: str  # "" or one of COMPRESSIONS
     size: int  # bytes on disk
     name: str = ""  # what messages call it, where that is not its path
     first_line: int = 0  # lines of `name` that come before the file
+    version: str = ""  # of an address: what changes with its contents
+
+    @property
+    def facts(self) -> list[object]:
+        """Its name, size and time, of which one differs where its contents do."""
+        changed = self.version if is_remote(self.path) else os.stat(self.path).st_mtime_ns
+        return [self.path, self.size, changed]
 
 
 class FileRange(NamedTuple):
@@ -158,9 +166,27 @@ class _Kinds(NamedTuple):
 def _named(name: str, kinds: _Kinds, left_out: Counter[str]) -> list[SourceFile]:
     if name == STDLIB:
         return _stdlib()
+    if is_remote(name):
+        return _remote(name, kinds, left_out)
     if os.path.isdir(name):
         return _folder(Path(name), kinds, left_out)
     return [_source(Path(name), kinds)] if os.path.exists(name) else _matches(name, kinds)
+
+
+def _remote(name: str, kinds: _Kinds, left_out: Counter[str]) -> list[SourceFile]:
+    """Lists the files of an address; of a folder, those of a known suffix."""
+    sources, inputs = [], list_remote(name)
+    for address, size, version in inputs:
+        path = path_of(address)
+        within_folder = len(inputs) > 1 or path.name != path_of(name).name
+        if kind := kinds.of(path, within_folder):
+            compression = path.suffix if path.suffix in COMPRESSIONS and kind != "parquet" else ""
+            sources.append(SourceFile(address, kind, compression, size, version=version))
+        else:
+            left_out[_ending(path)] += 1
+    if not sources:
+        raise wrong(f"{name} holds no file to read: {told(left_out)}", kinds.accepted)
+    return sources
 
 
 def _stdlib() -> list[SourceFile]:
@@ -213,7 +239,7 @@ def _matches(pattern: str, kinds: _Kinds) -> list[SourceFile]:
     files = [path for path in paths if path.is_file() and not _is_of_curate(path)]
     if not files:
         what = "no file matches" if glob.has_magic(pattern) else "there is no file or folder"
-        hint = "inputs are files, folders, globs, - for standard input, or stdlib"
+        hint = "inputs are files, folders, globs, addresses, - for standard input, or stdlib"
         raise wrong(f"{what} {pattern or repr(pattern)}", hint + near_path(pattern))
     return [_source(path, kinds) for path in files]
 
@@ -237,7 +263,7 @@ def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:
     if source.compression or not cuttable or source.size <= size:
         yield FileRange(source, 0, source.size)
         return
-    with open_untrusted(source.path) as file:
+    with open_input(source.path, source.size) as file:
         start = 0
         while start < source.size:
             stop = _cut(file, start + size, source, blank)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
+from mtcli.core.config.schema import StoredDtype
 from mtcli.core.evaluate.tasks.registry import HARNESS_PREFIX, WIKITEXT, TaskSpec
 from mtcli.core.evaluate.tasks.task import ShotsPer
 from mtcli.core.runtime.outputs import require_apart, require_no_link, require_writable
@@ -32,6 +33,7 @@ class EvalRequest(NamedTuple):
     items: Path
     json_out: str | None
     base: str | None = None  # of adapters, where it has moved
+    weights: StoredDtype | None = None  # the dtype that they are kept in
     chat: bool = False
 
     def items_beside_json(self) -> str:

@@ -30,7 +30,7 @@ def evaluate(
     The first rank announces the work in numbers through `say`.
     """
     opened, *members = (
-        open_model(path, request.overrides, runtime, encoders=True, base=request.base)
+        open_model(path, request.overrides, runtime, True, request.base, request.weights)
         for path in (request.checkpoint, *request.ensemble)
     )
     read = replace(opened, tokenizer=_tokenizer(opened, request.tokenizer))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.inference.model import InferenceModel
+from mtcli.kernels.stored_weight import StoredWeight
 
 
 class NonFinite(NamedTuple):
@@ -43,8 +44,12 @@ def _bad_weights(model: InferenceModel) -> dict[int, str]:
     """The first weight of each stage that is not finite, by the stage's number."""
     first: dict[int, str] = {}
     for index, stage in model.stages.items():
-        names = (name for name, weight in stage.named_parameters() if not _is_finite(weight))
-        if name := next(names, None):
+        names = [name for name, weight in stage.named_parameters() if not _is_finite(weight)]
+        for name, module in stage.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, StoredWeight) and not weight.is_finite():
+                names.append(f"{name}.weight")
+        if name := next(iter(names), None):
             first[index] = name
     return first
 

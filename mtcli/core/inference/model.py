@@ -24,11 +24,12 @@ from mtcli.core.checkpoint.integrity import verify_weights
 from mtcli.core.checkpoint.opening import open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import visible, wrong
-from mtcli.core.config.rules import forward_config, require_causal
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.rules import forward_config, require_causal, require_stored
+from mtcli.core.config.schema import RunConfig, StoredDtype
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
+from mtcli.core.inference.store_weights import can_pack, store_weights
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters, parameters
 from mtcli.core.model.block import Block
@@ -66,6 +67,17 @@ class InferenceModel:
     config: RunConfig
     groups: Groups
     stages: dict[int, Stage]
+    weights: StoredDtype | None = None  # None: of the precision
+
+    @property
+    def precision(self) -> str:
+        """The dtype of computation, and of weights where that is another."""
+        precision = self.config.train.precision
+        return (
+            precision
+            if self.weights in (None, precision)
+            else f"{precision}, {self.weights} weights"
+        )
 
     @property
     def max_seq_len(self) -> int:
@@ -255,7 +267,7 @@ class OpenModel:
             readable = [file for file in files if os.access(file, os.R_OK)]
             stored += [str(part.folder.resolve()), stats, sampled_hash(readable)]
         tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
-        facts = stored, model, train.precision, train.matmul, tokenizer
+        facts = stored, model, self.scorer.precision, train.matmul, tokenizer
         return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def facts(self) -> dict[str, Any]:
@@ -269,7 +281,7 @@ class OpenModel:
                 "hidden_size": model.hidden_size,
                 "vocab_size": model.vocab_size,
                 "max_seq_len": model.max_seq_len,
-                "precision": self.scorer.config.train.precision,
+                "precision": self.scorer.precision,
             },
             "layout": {
                 "world": layout.world,
@@ -294,13 +306,15 @@ def open_model(
     runtime: Runtime,
     encoders: bool = False,
     base: str | None = None,
+    weights: StoredDtype | None = None,
 ) -> OpenModel:
     """Opens an mtcli checkpoint, a run folder or a Hugging Face folder, on any layout. `base` is
     the new folder of weights under adapters, if they were moved.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
-    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
-    bytes that do not match their hashes, and for a model that is not causal, which predicts no next
+    in float32 unless train.precision says otherwise, and kept in the dtype `weights`: of fp32,
+    packed for the CPU if it multiplies them. Raises MtcliError for an illegal layout, for bytes
+    that do not match their hashes, and for a model that is not causal, which predicts no next
     token; with `encoders` such models are opened too.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
@@ -310,26 +324,33 @@ def open_model(
     together(world, lambda: verify_weights(checkpoint, runtime.rank, runtime.world))
     if checkpoint.replicas > 1 and runtime.rank == 0:
         sys.stderr.write(visible(f"note: {checkpoint.averaging}\n"))
-    scorer = open_inference_model(checkpoint, overrides, runtime)
+    scorer = open_inference_model(checkpoint, overrides, runtime, weights)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
     return OpenModel(scorer, tokenizer, checkpoint)
 
 
 def open_inference_model(
-    checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime
+    checkpoint: Checkpoint,
+    overrides: Sequence[str],
+    runtime: Runtime,
+    weights: StoredDtype | None = None,
 ) -> InferenceModel:
     """Opens a checkpoint's model, causal or not, for forward passes; see `open_model`."""
     config = forward_config(checkpoint.model, overrides, runtime.world)
+    require_stored(weights, config, runtime.device.type)
+    if weights == "fp32" and not can_pack(config, runtime.device):
+        weights = None
     layout = ParallelLayout.of(config.parallel, runtime.world)
     timeout = config.train.timeout
     groups = make_groups(layout, runtime.rank, runtime.device, timeout, runtime.recorder)
     stages = build_stages(config, groups)
-    shards = unsharded(stages, parameters(config.model))
-    load_weights(shards, checkpoint, config.model, groups)
+    load_weights(unsharded(stages, parameters(config.model)), checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
-    return InferenceModel(config, groups, stages)
+        if weights is not None:
+            store_weights(stage, weights)
+    return InferenceModel(config, groups, stages, weights)
 
 
 def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:

@@ -17,6 +17,8 @@ from mtcli.kernels.multi_tensor import OptimizerStep
 class Adamw(UpdateRule):
     """The update rule of AdamW, which has no state of its own."""
 
+    reads_factor = True
+
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
         """Updates in place; see UpdateRule."""
         tensors = self.tensors

@@ -18,7 +18,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     if config.schedule == "constant":
         return config.lr
     start = config.warmup_steps
-    decay = config.decay_steps or steps - start
+    decay = config.steps_of_decay(steps)
     if config.schedule == "wsd":
         start = max(start, steps - decay)
     done = min(max(step - start, 0) / max(decay, 1), 1.0)

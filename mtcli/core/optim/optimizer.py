@@ -104,19 +104,27 @@ class Optimizer:
         """Whether mtcli's kernels update."""
         return all(rule.by_kernels for rule in self.rules if rule.names)
 
+    @property
+    def reads_factor(self) -> bool:
+        """Whether every update of the model reads its factor on the device, and does nothing where
+        that is NaN."""
+        return all(rule.reads_factor for rule in self.rules) and self.by_kernels
+
     def multiplies(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether an update multiplies the gradients by a step's factor."""
         return all(rule.multiplies(gradients) for rule in self.rules if rule.names)
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
+    def step(
+        self, gradients: Mapping[str, Tensor], lr: float, factor: float | Tensor = 1.0
+    ) -> None:
         """Updates with the reduced gradients, times `factor` where it `multiplies` them."""
-        assert factor == 1.0 or self.multiplies(gradients), f"nothing multiplies by {factor}"
+        assert self.multiplies(gradients) or factor == 1.0, f"nothing multiplies by {factor}"
         orthogonalise_together(self.start(gradients, lr, factor), self.config)
 
     @torch.no_grad()
     def start(
-        self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0
+        self, gradients: Mapping[str, Tensor], lr: float, factor: float | Tensor = 1.0
     ) -> list[MatrixUpdate]:
         """Makes a step but for matrices to be orthogonalised, and returns their updates."""
         update = self.begin(lr, factor)
@@ -126,7 +134,7 @@ class Optimizer:
         ]
         return [matrices for matrices in updates if matrices is not None]
 
-    def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
+    def begin(self, lr: float, factor: float | Tensor = 1.0) -> OptimizerStep:
         """Counts an update, and returns its scalars."""
         self.updates += 1
         return OptimizerStep(count=self.updates, factor=factor, **self._scalars(self.config, lr))

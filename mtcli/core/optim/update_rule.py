@@ -19,6 +19,8 @@ class UpdateRule:
 
     has_kernels = True
     """whether Triton kernels update, and multiply gradients by a step's factor"""
+    reads_factor = False
+    """whether these read a factor on the device, and update nothing where it is NaN"""
 
     def __init__(
         self,

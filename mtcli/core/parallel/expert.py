@@ -20,6 +20,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     start_exchange,
 )
+from mtcli.core.parallel.device_read import start_read
 from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.permute import (
     permute,
@@ -83,7 +84,7 @@ class Dispatch:
             self.advance()
         else:
             self.everyone = all_gather(self.copies.counts[None], groups.axes["experts"])
-            self.read = _start_read(self.everyone)
+            self.read = start_read(self.everyone)
 
     def advance(self) -> None:
         """Sends this rank's tokens to their experts; where they are sent, results back."""
@@ -130,23 +131,6 @@ class Dispatch:
         """Of the rows of every rank of this expert group: [ep, etp, ep of the expert, E/ep]."""
         ep, etp = self.groups.axes["ep"], self.groups.axes["etp"]
         return ep.size, etp.size, ep.size, self.routing.num_experts // ep.size
-
-
-def _start_read(x: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy x to the host, and returns a function that waits for the copy alone: not for
-    what is launched after it."""
-    if not x.is_cuda:
-        return x.cpu
-    on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    on_host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> Tensor:
-        copied.synchronize()
-        return on_host
-
-    return read
 
 
 def _all_gather(

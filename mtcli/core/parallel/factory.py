@@ -40,6 +40,7 @@ from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.gradient_sink import GradientSink, GradientSinks
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.random import stream_key
+from mtcli.kernels.stored_weight import StoredWeight
 from mtcli.kernels.triton_launch import runs_triton
 
 Exchange = Callable[[Tensor, Axis], Tensor]
@@ -297,12 +298,14 @@ class LayerFactory(ABC):
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | StoredWeight,
         bias: Tensor | None = None,
         sink: GradientSink | None = None,
     ) -> Tensor:
         """F.linear, whose weight gradients are summed in a sink, by default the weight's, and can
         wait for the W pass of a schedule that splits backwards."""
+        if isinstance(weight, StoredWeight):
+            return weight.linear(x, bias)
         sink = self.sink_of(x, weight, sink)
         if sink is None and self.weight_passes is None and self.gemms is None:
             return plain_linear(x, weight, bias)

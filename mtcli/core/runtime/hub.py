@@ -18,6 +18,11 @@ from mtcli.core.config.untrusted import shown
 
 PREFIX = "hub:"
 REVISION = re.compile(r"[\w./-]{1,200}")
+# A revision has no slash, but for those that the hub makes, such as refs/convert/parquet.
+DATASET = re.compile(
+    rf"{PREFIX}(?P<repository>{HUB_NAME.pattern})"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[\w.-]+))?(?P<path>/.*)?"
+)
 SMALL = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 LARGE = ("*/*", "*.onnx*", "pytorch_model*")  # of what SMALL would match
 HINT = "a name of the hub is hub:owner/name, or hub:owner/name@revision"
@@ -73,11 +78,31 @@ def push_folder(folder: Path, repository: str, message: str, private: bool = Fal
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=_endpoint())
+    api = HfApi(endpoint=endpoint())
     with _explained(HubName(repository)):
         url = str(api.create_repo(repository, private=private, exist_ok=True))
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     return url
+
+
+def dataset_address(source: str) -> str:
+    """Returns the address of hub:owner/name[@revision][/path], a dataset or files of it, with its
+    commit. Raises MtcliError where it is no such name, or the hub has none."""
+    from huggingface_hub import HfApi
+
+    if not (parts := DATASET.fullmatch(source)):
+        hint = "hub:owner/name, hub:owner/name/file.parquet or hub:owner/name@revision/*.parquet"
+        raise wrong(f"{shown(source)} is no dataset of the hub", hint)
+    name = HubName(parts["repository"], parts["revision"] or "")
+    with _explained(name):
+        api = HfApi(endpoint=endpoint())
+        commit = api.dataset_info(name.repository, revision=name.revision or None).sha
+    return f"hf://datasets/{name.repository}@{commit}{parts['path'] or ''}"
+
+
+def endpoint() -> str | None:
+    """Returns the hub's address where the user names another."""
+    return os.environ.get("HF_ENDPOINT")
 
 
 def require_token(repository: str, flag: str) -> None:
@@ -100,14 +125,10 @@ def _fetch(name: HubName, patterns: list[str], but: list[str]) -> Path:
             revision=name.revision or None,
             allow_patterns=patterns,
             ignore_patterns=but,
-            endpoint=_endpoint(),
+            endpoint=endpoint(),
         )
     assert isinstance(folder, str), folder
     return Path(folder)
-
-
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT")
 
 
 @contextmanager

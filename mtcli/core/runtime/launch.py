@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from mtcli.core.config.errors import wrong
 from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.import_torch import import_torch
 from mtcli.core.runtime.slurm import slurm_task, whole
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
@@ -175,6 +176,7 @@ def _start(
     matmul: str,
     debug_collectives: bool,
 ) -> "tuple[Runtime, dist.Store | None]":
+    import_torch()
     import torch
 
     rank, world, local_rank, local_world = ranks

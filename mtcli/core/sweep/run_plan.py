@@ -5,10 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.fine_tuning import require_weights, source_of, starting_tokenizer
+from mtcli.core.checkpoint.fine_tuning import require_weights, source_of
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.vocabulary import with_vocabulary
@@ -17,6 +16,7 @@ from mtcli.core.sweep.rules import require_array
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
+from mtcli.core.training.run_config import with_data_steps
 
 
 class SweepRequest(NamedTuple):
@@ -124,9 +124,7 @@ def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
 def _planned(config: RunConfig, resume: bool) -> RunConfig:
     """The config of an array's model with the steps of its epochs."""
     _require_start(config, resume)
-    if config.data.format == "tokens":
-        return config
-    return with_steps(config, starting_tokenizer(config))
+    return with_data_steps(config)
 
 
 def _require_start(config: RunConfig, resume: bool) -> None:

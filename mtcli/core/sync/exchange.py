@@ -52,6 +52,17 @@ class ReplicaExchange:
         self.after_step()
         self.inside.after_update()
 
+    @property
+    def updates_ahead(self) -> bool:
+        """Whether `update_ahead` makes the update of a step."""
+        return type(self) is ReplicaExchange and self.optimizer.reads_factor
+
+    def update_ahead(self, lr: float, factor: Tensor) -> None:
+        """Updates by a factor that the host has not read, so that a GPU has work while the host
+        reads loss and norm. Changes no weight or moment where the factor is NaN."""
+        self.optimizer.step(self.inside.gradients, lr, factor)
+        self.inside.after_update()
+
     def optimize(self, lr: float, factor: float) -> None:
         """Updates the rows that this rank owns."""
         self.optimizer.step(self.inside.gradients, lr, self._factor_left(factor))

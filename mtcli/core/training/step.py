@@ -21,11 +21,12 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.optim.grad_norm import clip_factor, square_sum
+from mtcli.core.optim.grad_norm import clip_factor, device_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer, moment_dtype
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.device_read import start_read
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
@@ -128,7 +129,7 @@ class Trainer:
         bias_rate = 0.0 if config.lora.rank else config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
-        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
+        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
         schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
@@ -167,10 +168,16 @@ class Trainer:
         loss_sum, batch = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         self._end_phase("norm")
-        loss_sums, scaled_norms = self._global(loss_sum, squares, self.is_asynchronous)
+        sums = self._global(loss_sum, squares, self.is_asynchronous)
+        read = start_read(sums)
         self._end_phase("agree")
-        scale = self.loss_scale.scale
-        norms = [norm / scale for norm in scaled_norms]
+        scale, clip = self.loss_scale.scale, self.config.optimizer.clip
+        is_ahead = self.exchange.updates_ahead
+        if is_ahead:
+            lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
+            self.exchange.update_ahead(lr, device_factor(sums[:, 0], clip, scale))
+        loss_sums, square_sums = read().tolist()
+        norms = [math.sqrt(square) / scale for square in square_sums]
         step = conclude(self, sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms))
         expert_load = None
         if step.outcome == "updated":
@@ -178,9 +185,11 @@ class Trainer:
             # A replica whose labels have no weight has no loss, and no gradient.
             if loss_sums[replica]:
                 self.exchange.note_loss(loss_sums[replica] / batch.replica_labels)
-            factor = clip_factor(norms[replica], self.config.optimizer.clip) / scale
-            self.exchange.update(step.lr, factor)
+            if not is_ahead:
+                self.exchange.update(step.lr, clip_factor(norms[replica], clip) / scale)
             expert_load = self.balance.move_biases()
+        elif is_ahead:
+            self.optimizer.updates -= 1  # it changed nothing
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
         return step._replace(
@@ -270,14 +279,14 @@ class Trainer:
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
                 labels += batch.labels
-        loss_sums, _ = self._global(total, 0.0)
+        loss_sums: list[float] = self._global(total, 0.0)[0].tolist()
         return sum(loss_sums) / labels
 
     def _global(
         self, loss_sum: Tensor | float, square_sum: Tensor | float, only_replica: bool = False
-    ) -> tuple[list[float], list[float]]:
-        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or, with
-        `only_replica`, of this replica alone. The host waits for the device here, once a step.
+    ) -> Tensor:
+        """Sums of weighted losses and of gradients' squares, float64 [2, replicas], the same on
+        every rank; or, with `only_replica`, of this replica alone.
 
         Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
@@ -287,8 +296,7 @@ class Trainer:
         sums = torch.zeros(2, replicas, dtype=torch.float64, device=self.groups.device)
         sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums[1, replica] = square_sum
-        loss_sums, squares = all_reduce(sums, axis).tolist()
-        return loss_sums, [math.sqrt(square) for square in squares]
+        return all_reduce(sums, axis)
 
 
 @lru_cache(maxsize=2)  # of training, and of evaluation

@@ -2,6 +2,7 @@
 models, and the arithmetic of the format."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -212,6 +213,97 @@ def test_what_llama_cpp_cannot_compute_is_refused_or_said(folders):
     assert facts_of(llama, "llama")["context_length"] == 7
 
 
+@pytest.mark.parametrize("dtype", ["q8_0", "fp16"])
+def test_the_perplexity_of_a_text_is_transformers_by_the_weights_of_the_file(
+    folders, tmp_path, dtype
+):
+    from transformers import AutoModelForCausalLM
+
+    text = "of the words of a text, " * 40
+    (tmp_path / "text.txt").write_text(text)
+    words = ("x.gguf", "--dtype", dtype, "--text", "text.txt", "--json", "-")
+    done = mtcli("shard", folders["llama"], *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    before = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    after = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="x.gguf", config=before.config
+    ).eval()
+    ids = torch.tensor(load_tokenizer(folders["llama"]).encode(text))
+    assert len(ids) > 3 * 64  # the context, of which a window has one input more
+    expected = []
+    for model in (before, after):
+        windows = [ids[at : at + 65][None] for at in range(0, len(ids) - 1, 64)]
+        with torch.no_grad():
+            losses = [
+                float(model(w[:, :-1]).logits.double().log_softmax(-1)[0]
+                      .gather(1, w[0, 1:, None]).sum())
+                for w in windows
+            ]  # fmt: skip
+        expected.append(np.exp(-sum(losses) / (len(ids) - 1)))
+    assert found["perplexity"] == pytest.approx(expected[0], rel=1e-7)
+    assert found["perplexity_difference"] == pytest.approx(expected[1] - expected[0], rel=1e-4)
+    apart = found["perplexity_rounded"] - found["perplexity"]
+    assert found["perplexity_difference"] == pytest.approx(apart, rel=1e-6) and apart != 0
+
+
+def test_inspect_shows_what_the_package_s_reader_finds(folders, tmp_path):
+    for name, dtype in (("llama", "q8_0"), ("gpt2", "bf16")):
+        path = tmp_path / f"{name}.gguf"
+        write(folders[name], path, dtype)
+        done = mtcli("shard", "inspect", path, "--json", "-", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found, theirs = json.loads(done.stdout), gguf.GGUFReader(path)
+        assert found["architecture"] == name and found["file_bytes"] == path.stat().st_size
+        assert found["tensors"] == {
+            tensor.name: {
+                "shape": [int(size) for size in reversed(tensor.shape)],
+                "dtype": tensor.tensor_type.name,
+                "bytes": int(tensor.n_bytes),
+            }
+            for tensor in theirs.tensors
+        }
+        assert found["parameters"] == sum(int(tensor.n_elements) for tensor in theirs.tensors)
+        stated = {key: one for key, one in theirs.fields.items() if not key.startswith("GGUF.")}
+        assert found["facts"].keys() == stated.keys()
+        for key, value in found["facts"].items():
+            is_array = stated[key].types[0] == gguf.GGUFValueType.ARRAY
+            assert value == (len(stated[key].data) if is_array else stated[key].contents()), key
+        shown = mtcli("shard", "inspect", path, folder=tmp_path).stdout
+        for kind, count in found["types"].items():
+            assert f"{count['tensors']:,} {kind} of {count['bytes']:,} bytes" in shown
+        assert f"{name}.context_length" in shown and "chat_template" not in shown
+
+
+def test_a_damaged_file_is_refused_by_what_is_wrong(folders, tmp_path):
+    write(folders["llama"], tmp_path / "x.gguf", verify=False)
+    data = (tmp_path / "x.gguf").read_bytes()
+    at = data.index(b"general.architecture") + 20
+    array = data.index(b"tokenizer.ggml.tokens") + 25  # its kind, 9, is before
+
+    def big(size):
+        return struct.pack("<Q", size)
+
+    for damaged, said in (
+        (b"GGML" + data[4:], "it does not begin as a GGUF file does"),
+        (data[:4] + data[7:3:-1] + data[8:], "it is of version 50331648, and (2, 3)"),
+        (data[:8] + big(2**63) + data[16:], "it has 9,223,372,036,854,775,808 tensors"),
+        (data[:at] + b"\x0d" + data[at + 1 :], "a fact of kind 13"),
+        (data[: at + 4] + big(2**40) + data[at + 12 :], "a text of 1,099,511,627,776 bytes"),
+        (data[: array + 4] + big(2**62) + data[array + 12 :], "ends beyond its"),
+        (data[:array] + b"\x04\0\0\0" + big(2**62) + data[array + 12 :], "ends beyond its"),
+        (data[:-1], f"ends at byte {len(data):,} of {len(data) - 1:,}"),
+        (data[:100], "its header ends beyond its 100 bytes"),
+    ):
+        (tmp_path / "y.gguf").write_bytes(damaged)
+        done = mtcli("shard", "inspect", "y.gguf", folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, (said, done.stderr)
+    done = mtcli("shard", "inspect", "none.gguf", folder=tmp_path)
+    assert done.returncode == 2 and "none.gguf cannot be read: No such file" in done.stderr
+    done = mtcli("shard", folders["llama"], "z.gguf", "--dtype", "q4", folder=tmp_path)
+    assert done.returncode == 2 and "with --to gguf also q8_0" in done.stderr
+
+
 def test_the_command_writes_verifies_and_replaces_nothing_else(folders, tmp_path):
     done = mtcli("shard", folders["qwen3"], "x.gguf", "--dtype", "q8_0", "--verify",
                  "--json", "x.json", folder=tmp_path)  # fmt: skip
@@ -226,6 +318,8 @@ def test_the_command_writes_verifies_and_replaces_nothing_else(folders, tmp_path
         (("y", "--to", "gguf"), "y does not end in .gguf"),
         (("y.gguf", "--to", "hf", "--dtype", "q8_0"), "--dtype q8_0 without --to gguf"),
         (("y.gguf", "--to", "gguf", "--layout", "tp=2"), "--layout tp=2 with --to gguf"),
+        (("y", "--to", "hf", "--text", "t"), "--text t with --to hf"),
+        (("y.gguf", "--text", "none"), "none cannot be read"),
         (("y.gguf", "--dtype", "fp64"), "--dtype fp64 with --to gguf"),
     ):
         done = mtcli("shard", folders["qwen3"], *words, folder=tmp_path)

@@ -21,7 +21,6 @@ from mtcli.core.checkpoint.huggingface.json_files import read_json
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.config.errors import failed, wrong
-from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import open_untrusted
 from mtcli.core.convert.gguf.metadata import architecture_of, facts_of, notes
 from mtcli.core.convert.gguf.tensors import GgufTensor, gguf_tensors
@@ -73,7 +72,7 @@ def require_package() -> ModuleType:
     try:
         return import_module("gguf")
     except ModuleNotFoundError:
-        raise wrong("--to gguf needs the package gguf", "pip install 'mtcli[gguf]'") from None
+        raise wrong("GGUF needs the package gguf", "pip install 'mtcli[gguf]'") from None
 
 
 def require_free_file(final: Path, force: bool) -> None:
@@ -264,8 +263,3 @@ def _rounding(gguf: ModuleType, values: np.ndarray, stored: np.ndarray, kind: st
     largest = np.abs(values).max(-1, keepdims=True)
     apart = np.abs(decoded - values) / np.where(largest > 0, largest, 1.0)
     return float(apart.max(initial=0.0))
-
-
-def rounded_model(plan: GgufPlan, model: ModelConfig) -> set[str]:
-    """Names the parameters whose rows the plan quantises."""
-    return {name for tensor, kind in plan.tensors if kind == "Q8_0" for name, _ in tensor.boxes}

@@ -22,6 +22,7 @@ from mtcli.core.data.blend import chosen
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
+from mtcli.core.runtime.remote import local_copy
 
 PARTS = {"train": "train", "valid": "dev", "test": "test"}  # of RACE, by our names
 
@@ -106,4 +107,5 @@ def _read(config: RunConfig, tokenizer: Tokenizer, which: Which, word: str) -> E
         room = Room(race_limit(model.max_seq_len), size, data.skip_bad)
         return read_race_examples(path, PARTS[which], tokenizer, room, field)
     room = Room(min(model.max_seq_len, size), size, data.skip_bad)
+    path = local_copy(word).expanduser()
     return read_classes(path, tokenizer, room, model.num_labels, field)
