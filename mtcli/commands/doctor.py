@@ -49,7 +49,7 @@ def doctor(
         run_ranks(nproc, TrainConfig(device=device, timeout=TIMEOUT), work)
         return
     chosen = {name: check for name, check in every_check.items() if name in only or not only}
-    echo(f"{len(chosen)} checks, with a GEMM and {nproc} ranks: up to a minute", err=True)
+    echo(f"{len(chosen)} checks: up to a minute", err=True)
     found = examine(chosen)
     _show(found, json_out)
     if any(one.state == "broken" for one in found.values()):
