@@ -15,6 +15,7 @@ EXTRAS = {  # what each gives
     "eval": "the tasks of lm-evaluation-harness",
     "gguf": "`mtcli shard --to gguf`, for llama.cpp",
     "ray": "`mtcli curate --engine ray`, on many machines",
+    "remote": "inputs from s3:// and gs://",
     "report": "pictures: --plot, and those of --report",
     "sweep": "`mtcli sweep --sampler optuna`",
     "trackers": "train.trackers: TensorBoard, Weights & Biases",
