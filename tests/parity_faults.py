@@ -76,7 +76,7 @@ FAULTS = [
         "if stage in self.last:", "if True:",
         lambda f: f.p.zero < 3 and f.dp * f.p.cp > 1 and f.micro_batches > 1),
     Fault("missing gather: zero = 1 keeps updated rows to itself", "sync/exchange.py",
-        "self.inside.after_update()", "pass",
+        "self.after_step()\n        self.inside.after_update()", "self.after_step()",
         lambda f: f.p.zero == 1 and f.dp * f.p.cp > 1),
     Fault("lost update: zero = 1 updates a copy of its rows", "sync/all_reduce.py",
         "return {n: self.shards[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}",

@@ -67,7 +67,7 @@ def test_a_step_time_has_the_range_of_published_runs_of_its_kind(capsys):
     flags = ["gpt2-345m", "--gpus", "8", "--set", "parallel.tp=2", "--device"]
     data = json.loads(run(capsys, *flags, "h100", "--json", "-")[1])
     low, high = (seconds / data["step_seconds"] for seconds in data["step_seconds_range"])
-    assert (low, high) == (pytest.approx(0.8), pytest.approx(1.598))
+    assert (low, high) == (pytest.approx(0.796), pytest.approx(1.663))
     words = run(capsys, *flags, "h100")[1]
     assert "how sure" in words and "58 of dense models on GPUs with fp8" in " ".join(words.split())
     assert json.loads(run(capsys, *flags, "cpu", "--json", "-")[1])["step_seconds_range"] is None

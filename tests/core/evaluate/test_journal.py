@@ -244,7 +244,8 @@ def test_weights_of_one_size_and_time_are_told_apart_by_their_bytes(tmp_path):
 
     def identity():
         checkpoint = open_checkpoint(folder)
-        scorer = SimpleNamespace(config=config_of({"model": checkpoint.model.model_dump()}))
+        config = config_of({"model": checkpoint.model.model_dump()})
+        scorer = SimpleNamespace(config=config, precision="fp32")
         return OpenModel(scorer, None, checkpoint).identity()
 
     before, file = identity(), folder / "model.safetensors"
