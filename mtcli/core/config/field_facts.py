@@ -22,7 +22,7 @@ FULL_NAME = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
 class FieldFacts(NamedTuple):
-    """What there is to know of a field; `rules` are sentences."""
+    """Describes a field: help, values, default, and the rules that read it, a sentence each."""
 
     name: str
     help: str

@@ -61,8 +61,8 @@ def losses_of(source: Checkpoint) -> list[Loss]:
 
 
 def evaluations_of(source: Checkpoint) -> list[tuple[str, str, str]]:
-    """Reads (task, metric, value) of the results that `mtcli eval --json` wrote into a checkpoint's
-    folder or its run's; of those that name it, and are younger than its config."""
+    """Reads (task, metric, value) from results of `mtcli eval --json` in a checkpoint's folder or
+    its run's. Skips results that name another checkpoint, or are older than the config."""
     folder = source.folder.absolute()
     folders = [folder, folder.parent.parent] if folder.parent.name == CHECKPOINTS else [folder]
     saved = max((path.stat().st_mtime for path in folder.glob("config.*")), default=0.0)

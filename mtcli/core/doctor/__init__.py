@@ -1,1 +1,1 @@
-"""What `doctor` does: examines the machine, the installation, devices and ranks."""
+"""Examines the machine, the installation, devices and ranks for `mtcli doctor`."""

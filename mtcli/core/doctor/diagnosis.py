@@ -8,7 +8,7 @@ from mtcli.core.config.errors import MtcliError
 
 
 class Diagnosis(NamedTuple):
-    """What a check found, in words and numbers, and the command or hint that mends it."""
+    """The result of a check: a state, words, numbers, and the command or hint that mends it."""
 
     state: Literal["ok", "warn", "broken"]
     found: str

@@ -151,7 +151,7 @@ def interfaces() -> Diagnosis:
     missing = [name for name in chosen.split(",") if name and name not in found]
     if missing:
         fix = f"unset GLOO_SOCKET_IFNAME, or set it to one of {', '.join(found)}"
-        text = f"{text}; GLOO_SOCKET_IFNAME={chosen} is not among those that are up"
+        text = f"{text}; GLOO_SOCKET_IFNAME={chosen}, an interface that is not up"
         return broken(text, fix, interfaces=found, gloo=chosen)
     loopback = _with(found, "127.0.0.1")
     if loopback is None:

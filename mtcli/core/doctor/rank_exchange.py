@@ -77,7 +77,7 @@ def exchange_of_new_ranks(nproc: int, gpus: int, device: str) -> Diagnosis:
 
 
 def _answered(out: str, errors: str, nproc: int, by_hand: str) -> Diagnosis:
-    """What the process answered in JSON: its diagnosis, or its problem."""
+    """Reads a diagnosis from the JSON of the process, or from the problem in it."""
     try:
         answer = json.loads(out)
     except ValueError:

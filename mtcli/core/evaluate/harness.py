@@ -144,7 +144,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's cache of requests knows the tokenizer by."""
+        """The tokenizer's name in lm-eval's cache of requests."""
         return "mtcli"
 
     def _score(self, requests: list[Request]) -> list[Score]:

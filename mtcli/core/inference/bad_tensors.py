@@ -12,7 +12,7 @@ from mtcli.kernels.stored_weight import StoredWeight
 
 
 class NonFinite(NamedTuple):
-    """What is not finite, and what to do about it."""
+    """The first tensor with a NaN or an infinity, and a hint."""
 
     what: str
     hint: str

@@ -189,8 +189,8 @@ class Generator:
     def _take(
         self, waiting: deque[TextState]
     ) -> tuple[list[_Reading], list[tuple[TextState, int, int]]]:
-        """Takes prompts for one pass: those to read, and (text, slot, row) of those that are equal
-        to the one in a row. A prompt waits for one that it begins as."""
+        """Takes prompts for one pass. Returns those to read, and (text, slot, row) of prompts that
+        equal the one read in that row. A prompt with the beginning of another waits for it."""
         readings: list[_Reading] = []
         twins: list[tuple[TextState, int, int]] = []
         passed: list[TextState] = []

@@ -38,7 +38,7 @@ class GgufEntry(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a file says of itself: facts by name, an array as its number of items; tensors."""
+    """The facts of a file by name (of an array, its number of items), and its tensors."""
 
     facts: dict[str, int | float | str]
     tensors: dict[str, GgufEntry]
