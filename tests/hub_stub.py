@@ -8,10 +8,11 @@ what was uploaded: the files of each commit by name.
 import base64
 import hashlib
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote
+
+from web_stub import loopback
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -177,10 +178,5 @@ def serving(hub):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with loopback(Handler) as address:
+        yield address
