@@ -21,6 +21,7 @@ from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
+    from mtcli.core.config.model import ModelConfig
     from mtcli.core.evaluate.tasks.task import Report
     from mtcli.core.runtime.launch import Runtime
 
@@ -164,23 +165,16 @@ def eval(
     from mtcli.core.evaluate.request import EvalRequest, items_file, require_members, require_used
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
+    def model_of(path: str) -> "ModelConfig | None":
+        ranks = num_ranks(nproc)
+        return require_model(path, overrides, ranks, encoders=True, base=base, weights=weights)
+
     paths = [checkpoint, *ensemble]
     specs, train, ngrams, *models = collect_errors(
         lambda: parse_tasks([*tasks, *_of_harness(harness)]),
         lambda: train_settings(overrides, device=device),
         lambda: None if contaminated is None else read_ngrams(contaminated),
-        *(
-            partial(
-                require_model,
-                path,
-                overrides,
-                num_ranks(nproc),
-                encoders=True,
-                base=base,
-                weights=weights,
-            )
-            for path in paths
-        ),
+        *(partial(model_of, path) for path in paths),
     )
     require_members(dict(zip(paths, models, strict=True)))
     require_used(given_flags(context, of_evaluation), specs, models[0])

@@ -1,11 +1,10 @@
 """Weights as inference on a CPU keeps them, in float32, bfloat16 or int8: y = x W^T + b.
 
 A CPU multiplies a few rows as fast as it reads the weight, so that half the bytes take half the
-time. float32 and bfloat16 are packed in oneDNN's blocks, which it reads twice as fast as rows: on a
-core of an EPYC the GEMMs of GPT-2 124M took for one row 17 ms in float32 and 9 in bfloat16, where
-those of rows took 30 and 19, and a sum of all weights 15. int8 is weight-only, symmetric, with a
-scale for each output channel: W[f, d] = values[f, d] * scales[f]. bfloat16 and int8 weights are
-multiplied by activations in bfloat16, and sums are float32. T rows of D, F output channels.
+time. float32 and bfloat16 are packed in oneDNN's blocks, which it reads faster than rows
+(`benchmarks/bench_generate.py`). int8 is weight-only, symmetric, with a scale for each output
+channel: W[f, d] = values[f, d] * scales[f]. bfloat16 and int8 weights are multiplied by activations
+in bfloat16, and sums are float32. T rows of D, F output channels.
 """
 
 from collections.abc import Sequence
