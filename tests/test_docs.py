@@ -255,7 +255,9 @@ def test_the_symbols_to_edit_are_in_their_files():
 
 def test_the_index_lists_every_page():
     index = ROOT / "docs" / "index.md"
-    links = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*)", index.read_text())}
+    links = {
+        (index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*)", index.read_text())
+    }
     assert [page for page in PAGES[1:] if page not in links] == [index]
 
 
