@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
     tp: Ranks = 1
-    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
+    """tensor parallel size; divides num_heads, and divides num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
     tp_rows: Whole = 0
@@ -192,7 +192,7 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+    """steps of the decay after the warm-up, of wsd at the end; may exceed the run [all left]"""
 
     @model_validator(mode="before")
     @classmethod

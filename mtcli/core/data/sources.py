@@ -212,7 +212,7 @@ def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceF
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
-        skipped = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        skipped = f", but others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
         hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
         of_pages = PAGES & left_out.keys() - kinds.by_ending.keys()

@@ -147,7 +147,7 @@ class RunLog:
         """Records a checkpoint, and how long training stood still for it."""
         self.last_saved = save.folder
         self.records.saved(save)
-        text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
+        text = f"saved {save.folder}: {save.bytes:,} bytes, training waited "
         self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
 
     def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:

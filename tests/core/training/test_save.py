@@ -136,7 +136,7 @@ def test_the_stall_is_the_snapshot_and_the_wait_for_the_save_before(config_for, 
         assert stalls[0] > 0.4
     assert (stalls[1] > 0.4) == (not mode), "after the last step nothing stands still"
     text = f"saved {config.train.output}/checkpoints/{step(1)}: {events[0]['bytes']:,} bytes"
-    assert f"{text}, training stood still {stalls[0]:.3f} s, written in " in said
+    assert f"{text}, training waited {stalls[0]:.3f} s, written in " in said
 
 
 def ruined_at_4(runtime, output):

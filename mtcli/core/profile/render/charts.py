@@ -230,7 +230,7 @@ def step_histogram(seconds: Sequence[float]) -> Chart:
 def saves(rows: Sequence[ChartRow]) -> Chart:
     """Draws the seconds of each checkpoint: training's stall, and writing."""
     series = {
-        "training stood still": [row.get("stall_seconds") or 0.0 for row in rows],
+        "training waited": [row.get("stall_seconds") or 0.0 for row in rows],
         "written in": [row.get("write_seconds") or 0.0 for row in rows],
     }
 

@@ -142,7 +142,7 @@ def run_rows(data: Mapping[str, Any]) -> list[list[str]]:
         rows.append(["took up again at step", ", ".join(map(str, data["resumed_at"]))])
     if data["saves"]:
         stalls = [save["stall_seconds"] for save in data["saves"]]
-        text = f"{len(stalls)}, training stood still {sum(stalls):.3f} s in all"
+        text = f"{len(stalls)}, training waited {sum(stalls):.3f} s in all"
         rows.append(["saves", f"{text}, {max(stalls):.3f} s at most"])
     if data["saves_failed"]:
         rows.append(["saves that failed", str(len(data["saves_failed"]))])
