@@ -1,0 +1,88 @@
+"""`mtcli runs`, end to end: the table and what differs, the JSON, and without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import in_process
+from run_folders import age, lock_dead, write_checkpoint, write_run
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A folder with runs/: a finished run, an older one that was stopped, a trial of a sweep."""
+    write_run(tmp_path / "runs" / "a", 20, valid_every=10)
+    write_run(tmp_path / "runs" / "b", 10, of=20, saved=[10], optimizer={"lr": 0.5})
+    write_run(tmp_path / "runs" / "sweep" / "seed=3", 5, overrides=["seed=3"])
+    for name, moment in (("a", 3000), ("b", 2000), ("sweep/seed=3", 1000)):
+        age(tmp_path / "runs" / name, moment)
+    return tmp_path
+
+
+def listed(home, *words):
+    done = in_process("runs", *words, folder=home)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_table_has_a_line_for_each_run_the_newest_first(home):
+    title, *lines = [line.split() for line in listed(home).splitlines()]
+    assert title == ["run", "state", "step", "loss", "valid", "tokens", "time", "size", "host",
+                     "differs"]  # fmt: skip
+    assert [line[0] for line in lines] == ["runs/a", "runs/b", "runs/sweep/seed=3"]
+    assert lines[0][1:5] == ["finished", "20", "of", "20"] and lines[0][7:9] == ["640", "0:00:10"]
+    assert lines[0][6] == "0.9839"  # 1.1 * 4 / sqrt(20)
+    assert lines[0][-3:] == ["seed=7", "lr=0.003", "steps=20"]
+    assert lines[1][-3:] == ["seed=7", "lr=0.5", "steps=20"]
+    assert lines[2][-3:] == ["seed=3", "lr=0.003", "steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [("loss", ["a", "b", "seed=3"]), ("size", ["seed=3", "a", "b"]),
+     ("valid", ["a", "b", "seed=3"]), ("name", ["a", "b", "seed=3"])],
+)  # fmt: skip
+def test_runs_are_sorted_as_asked(home, sort, names):
+    write_checkpoint(home / "runs" / "sweep" / "seed=3", 5, size=9000)
+    lines = listed(home, "--sort", sort).splitlines()[1:]
+    assert [Path(line.split()[0]).name for line in lines] == names
+
+
+def test_json_has_every_run_and_what_differs(home):
+    lock_dead(home / "runs" / "b")
+    data = json.loads(listed(home, "runs", "--json", "-"))
+    assert data["varied"] == ["seed", "optimizer.lr", "train.steps"]
+    by_name = {run["folder"]: run for run in data["runs"]}
+    assert by_name["runs/b"]["state"] == "dead lock"
+    assert by_name["runs/b"]["fields"] == {"seed": 7, "optimizer.lr": 0.5, "train.steps": 20}
+    assert (by_name["runs/a"]["tokens"], by_name["runs/a"]["steps"]) == (640, 20)
+    assert by_name["runs/a"]["valid_loss"] == pytest.approx(1.1 * 4 / 20**0.5, abs=1e-12)
+
+
+def test_why_a_run_ended_is_below_the_table(home):
+    lock_dead(home / "runs" / "b")
+    assert listed(home).splitlines()[-1].startswith("runs/b: dead lock: run.lock names process ")
+
+
+def test_a_folder_without_runs_is_told(home):
+    (home / "empty").mkdir()
+    assert listed(home, "empty") == "empty holds no run\n"
+    done = in_process("runs", "run", folder=home)
+    assert done.returncode == 2 and "there is no folder run" in done.stderr
+    assert "did you mean 'runs'?" in done.stderr
+    done = in_process("runs", "a", "b", folder=home)
+    assert done.returncode == 2 and "list takes [FOLDER], and 2 names" in done.stderr
+
+
+def test_runs_are_listed_without_torch_and_matplotlib(home):
+    code = """
+import sys
+from mtcli.__main__ import run
+code = run(["runs"])
+print("torch" in sys.modules, "matplotlib" in sys.modules, code, file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True)
+    assert done.stderr == "False False 0\n"
