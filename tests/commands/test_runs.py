@@ -86,3 +86,59 @@ print("torch" in sys.modules, "matplotlib" in sys.modules, code, file=sys.stderr
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True)
     assert done.stderr == "False False 0\n"
+
+
+def test_plot_names_runs_in_a_table_and_in_a_picture(home):
+    done = in_process("runs", "plot", "runs", "--output", "loss.svg", folder=home)
+    assert done.returncode == 0 and done.stderr == "wrote loss.svg\n"
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["run", "step"], ["a", "20"], ["b", "10"], ["sweep/seed=3", "5"]
+    ]  # fmt: skip
+    assert lines[1][2:5] == ["4.0000", "to", "0.8944"] and lines[1][5][0] == "█"
+    picture = (home / "loss.svg").read_text()
+    assert all(f">{name}<" in picture for name in ("a", "b", "sweep/seed=3", "tokens"))
+    done = in_process("runs", "plot", "runs/a", "--axis", "time", folder=home)
+    assert done.returncode == 0 and "--output FILE.png" in done.stderr
+
+
+def test_compare_shows_losses_configs_and_both_axes(home):
+    words = ("compare", "runs/a", "runs/b", "--output", "both.html", "--json", "both.json")
+    out = listed(home, *words)
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["run", "tokens", "time", "loss", *["after", "320", "tokens"],
+                       *["after", "5", "s"], "least", "valid"]  # fmt: skip
+    assert ["optimizer.lr", "0.003", "0.5"] in rows and "train.output" not in out
+    page = (home / "both.html").read_text()
+    assert "loss over tokens" in page and "loss over time" in page and "optimizer.lr" in page
+    data = json.loads((home / "both.json").read_text())
+    assert [run["folder"] for run in data["runs"]] == ["runs/a", "runs/b"]
+    assert data["fields"] == {"optimizer.lr": [0.003, 0.5]}
+
+
+def test_a_picture_needs_no_torch(home):
+    code = """
+import sys
+from mtcli.__main__ import run
+code = run(["runs", "compare", "runs/a", "runs/b", "--output", "a.html"])
+print("torch" in sys.modules, code, file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "False 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plot"], "plot takes RUN ..., and 0 names are given"),
+        (["compare", "runs/a"], "runs/a holds 1 run, and at least 2 are compared"),
+        (["plot", "runs/a", "--output", "x.gif"], "--output: it does not write .gif"),
+        (["plot", "runs/a", "--sort", "loss"], "--sort goes with list"),
+        (["--axis", "time"], "--axis goes with plot"),
+        (["plot", "runs/c"], "there is no folder runs/c"),
+    ],
+)
+def test_a_mistake_is_refused_with_what_is_right(home, words, message):
+    done = in_process("runs", *words, folder=home)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -131,7 +131,7 @@ def test_of_a_long_file_the_end_is_read(tmp_path):
     path.write_text("\n".join(lines) + '\n{"step": 5001, "lo')
     rows = last_records(path)
     steps = [row["step"] for row in rows]
-    assert steps == list(range(steps[0], 5001)) and 0 < steps[0]
+    assert steps == list(range(steps[0], 5001)) and steps[0] > 0
     assert TAIL_BYTES - 250 < sum(len(json.dumps(row)) + 1 for row in rows) <= TAIL_BYTES
     assert last_with(path, "valid_loss") == {"step": 41, "valid_loss": 2.5}
     assert last_with(path, "nothing") is None and last_with(tmp_path / "none", "loss") is None

@@ -1,0 +1,44 @@
+"""Writes pictures and pages of runs' losses, alone or compared. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.profile.render.drawing import Chart, save
+from mtcli.core.profile.render.page import PageSection, chart, table, write_page
+from mtcli.core.runs.loss_charts import Look, loss_chart
+from mtcli.core.runs.loss_curves import LossCurves
+
+AXES = {"tokens": "over tokens", "time": "over time", "steps": "over steps"}
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Names runs by their paths below the folder that all of them share."""
+    shared = os.path.commonpath([folder.absolute().parent for folder in folders])
+    return [os.path.relpath(folder.absolute(), shared) for folder in folders]
+
+
+def save_losses(target: str, curves: Sequence[LossCurves], axes: Sequence[str], look: Look) -> None:
+    """Writes a picture of losses, a chart for each axis."""
+    save(target, _charts(curves, axes, look))
+
+
+def write_losses_page(
+    target: str,
+    curves: Sequence[LossCurves],
+    axes: Sequence[str],
+    look: Look,
+    data: dict[str, Any],
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = (),
+) -> None:
+    """Writes a page of losses, a chart for each axis, and tables (title, columns, rows) below;
+    `data` is the JSON of `--json`."""
+    note = "Lines are means over neighbouring steps; every step is drawn lightly behind them."
+    sections = [chart("losses", "", note, *_charts(curves, axes, look))]
+    sections += [PageSection(title, "", table(columns, rows)) for title, columns, rows in tables]
+    write_page(target, f"mtcli runs: {', '.join(look.names)}", sections, data)
+
+
+def _charts(curves: Sequence[LossCurves], axes: Sequence[str], look: Look) -> list[Chart]:
+    return [loss_chart(curves, axis, look)._replace(title=f"loss {AXES[axis]}") for axis in axes]
