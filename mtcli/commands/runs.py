@@ -9,7 +9,7 @@ import typer
 
 from mtcli.commands.options import JsonOut, refuse_flags
 from mtcli.commands.output import answer, answering, echo, say_wrote
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import Exit, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.runs.loss_curves import LossCurves
@@ -23,12 +23,15 @@ ACTIONS: dict[str, tuple[str, int, int]] = {
     "list": ("[FOLDER]", 0, 1),
     "plot": ("RUN ...", 1, MANY),
     "compare": ("A B ...", 1, MANY),
+    "watch": ("RUN", 1, 1),
 }
 FLAGS = {
     "sort": ("list",),
     "axis": ("plot",),
     "smooth": ("plot", "compare"),
     "output": ("plot", "compare"),
+    "once": ("watch",),
+    "every": ("watch",),
 }
 Tables = Sequence[tuple[str, list[str], list[list[str]]]]  # title, columns, rows
 LINE_WIDTH = 40  # characters of a curve in the table
@@ -36,7 +39,7 @@ SHOWN_FIELDS = 6  # of the differing ones of a run in the table
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FOLDER | plot RUN .. | compare A B ..]",
+        metavar="[FOLDER | plot RUN .. | compare A B .. | watch RUN]",
         help=f"FOLDER of runs to list [{FOLDER}]; RUN, A, B: a run folder, or one of runs",
     ),
 ]
@@ -59,6 +62,10 @@ Output = Annotated[
         "--output", metavar="FILE", help="write a picture: .png, .svg or .pdf, or a page: .html"
     ),
 ]
+Once = Annotated[bool, typer.Option("--once", help="watch: show the run once, and end")]
+Every = Annotated[
+    float, typer.Option(min=0.1, max=3600, help="watch: seconds between two looks at the run")
+]
 
 
 @answering
@@ -69,12 +76,15 @@ def runs(
     axis: Axis = "tokens",
     smooth: Smooth = 0,
     output: Output = None,
+    every: Every = 2.0,
+    once: Once = False,
     json_out: JsonOut = None,
 ) -> None:
-    """List runs: state, step, loss, tokens, time, size, and what differs; plot and compare them.
+    """List runs: state, step, loss, tokens, time, size, what differs; plot, compare, watch them.
 
     plot draws losses over tokens, steps or time. compare draws them over tokens and time, lists the
-    fields in which configs differ, and compares evaluations of one name in both run folders.
+    fields in which configs differ, and compares evaluations of one name in both run folders. watch
+    shows a run until it ends, also one of another machine, or until q.
     """
     action, names = _action(words or [])
     for flag, actions in FLAGS.items():
@@ -82,6 +92,8 @@ def runs(
             refuse_flags(context, (flag,), f"goes with {' and '.join(actions)}")
     if action == "list":
         return _list(names[0] if names else FOLDER, sort, json_out)
+    if action == "watch":
+        return _watch(names[0], every, once, json_out)
     _require_output(output)
     if action == "plot":
         _plot(names, axis, smooth, output, json_out)
@@ -244,6 +256,16 @@ def _write_losses(
     else:
         save_losses(output, curves, axes, look)
     say_wrote(output)
+
+
+def _watch(name: str, every: float, once: bool, json_out: str | None) -> None:
+    from mtcli.core.runs.run_search import require_one_run
+    from mtcli.core.runs.watch_screen import watch
+
+    glance = watch(require_one_run(name), every, once, quiet=json_out == "-")
+    answer(glance.figures(), json_out)
+    if glance.run.state in ("failed", "dead lock"):
+        raise typer.Exit(Exit.FAILED)
 
 
 def _tables(curves: "list[LossCurves]", comparison: "Comparison") -> Tables:

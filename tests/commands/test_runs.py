@@ -1,13 +1,16 @@
 """`mtcli runs`, end to end: the table and what differs, the JSON, and without torch."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from command_line import in_process
-from run_folders import age, lock_dead, write_checkpoint, write_run
+from run_folders import age, lock, lock_dead, write_checkpoint, write_run
 
 
 @pytest.fixture
@@ -142,3 +145,46 @@ print("torch" in sys.modules, code, file=sys.stderr)
 def test_a_mistake_is_refused_with_what_is_right(home, words, message):
     done = in_process("runs", *words, folder=home)
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_once_shows_the_run_and_its_end_is_the_exit_code(home):
+    done = in_process("runs", "watch", "runs/a", "--once", folder=home)
+    assert done.returncode == 0 and "run      runs/a, finished on node7" in done.stdout
+    lock_dead(home / "runs" / "a")
+    done = in_process("runs", "watch", "runs/a", "--once", "--json", "-", folder=home)
+    data = json.loads(done.stdout)
+    assert done.returncode == 1 and data["state"] == "dead lock" and data["step"] == 20
+
+
+def test_without_a_terminal_watching_prints_a_line_for_each_change_until_the_run_ends(home):
+    folder = home / "runs" / "b"
+    lock(folder)
+    command = [sys.executable, "-m", "mtcli", "runs", "watch", "runs/b", "--every", "0.1"]
+    with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("step 10/20 loss 1.2649 tokens/s 64 ")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 11, "loss": 1.0}) + "\n")
+        assert process.stdout.readline().startswith("step 11/20 loss 1.0000")
+        (folder / "run.lock").unlink()
+        last = process.stdout.read()
+    assert process.returncode == 1
+    assert last.startswith("step 11/20 loss 1.0000 failed: it ended at step 11 and saved step 10")
+
+
+@pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+def test_on_a_terminal_a_panel_stays_until_a_key(home, end):
+    lock(home / "runs" / "b")
+    command = [sys.executable, "-m", "mtcli", "runs", "watch", "runs/b", "--every", "0.2"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(home)
+        os.execv(sys.executable, command)
+    shown = b""
+    while b"q ends" not in shown:
+        shown += os.read(terminal, 1 << 16)
+    assert b"runs/b, running on" in shown and b"10 of 20" in shown
+    os.write(terminal, end)
+    with suppress(OSError):  # the terminal ends with the command
+        while os.read(terminal, 1 << 16):
+            pass
+    assert os.waitpid(pid, 0)[1] == 0
