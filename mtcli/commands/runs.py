@@ -1,7 +1,7 @@
 """`mtcli runs`: which runs are there, how do they differ, and what space can be freed?"""
 
+import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +13,7 @@ from mtcli.core.config.errors import Exit, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.runs.loss_curves import LossCurves
-    from mtcli.core.runs.run_comparison import Comparison
-    from mtcli.core.runs.run_summary import RunSummary
+    from mtcli.core.runs.run_pictures import RunTable
 
 FOLDER = "runs"  # where train.output is by default
 # What each action takes, the fewest and the most of them, and its flags.
@@ -24,6 +23,7 @@ ACTIONS: dict[str, tuple[str, int, int]] = {
     "plot": ("RUN ...", 1, MANY),
     "compare": ("A B ...", 1, MANY),
     "watch": ("RUN", 1, 1),
+    "prune": ("[FOLDER]", 0, 1),
 }
 FLAGS = {
     "sort": ("list",),
@@ -32,14 +32,14 @@ FLAGS = {
     "output": ("plot", "compare"),
     "once": ("watch",),
     "every": ("watch",),
+    "keep": ("prune",),
+    "caches": ("prune",),
+    "yes": ("prune",),
 }
-Tables = Sequence[tuple[str, list[str], list[list[str]]]]  # title, columns, rows
-LINE_WIDTH = 40  # characters of a curve in the table
-SHOWN_FIELDS = 6  # of the differing ones of a run in the table
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FOLDER | plot RUN .. | compare A B .. | watch RUN]",
+        metavar="[FOLDER | plot RUN .. | compare A B .. | watch RUN | prune FOLDER]",
         help=f"FOLDER of runs to list [{FOLDER}]; RUN, A, B: a run folder, or one of runs",
     ),
 ]
@@ -66,6 +66,19 @@ Once = Annotated[bool, typer.Option("--once", help="watch: show the run once, an
 Every = Annotated[
     float, typer.Option(min=0.1, max=3600, help="watch: seconds between two looks at the run")
 ]
+Keep = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=10**6,
+        show_default=False,
+        help="prune: the newest checkpoints of a run that stay [its train.keep]",
+    ),
+]
+Caches = Annotated[
+    bool, typer.Option("--caches", help="prune: also caches that were not used for a week")
+]
+Yes = Annotated[bool, typer.Option("--yes", help="prune: free it without asking")]
 
 
 @answering
@@ -78,13 +91,17 @@ def runs(
     output: Output = None,
     every: Every = 2.0,
     once: Once = False,
+    keep: Keep = None,
+    caches: Caches = False,
+    yes: Yes = False,
     json_out: JsonOut = None,
 ) -> None:
-    """List runs: state, step, loss, tokens, time, size, what differs; plot, compare, watch them.
+    """List runs: state, step, loss, tokens, time, size, what differs; plot, compare, watch, prune.
 
     plot draws losses over tokens, steps or time. compare draws them over tokens and time, lists the
     fields in which configs differ, and compares evaluations of one name in both run folders. watch
-    shows a run until it ends, also one of another machine, or until q.
+    shows a run until it ends, also one of another machine, or until q. prune lists what of runs
+    that have ended can be freed, and asks first.
     """
     action, names = _action(words or [])
     for flag, actions in FLAGS.items():
@@ -94,6 +111,8 @@ def runs(
         return _list(names[0] if names else FOLDER, sort, json_out)
     if action == "watch":
         return _watch(names[0], every, once, json_out)
+    if action == "prune":
+        return _prune(names[0] if names else FOLDER, keep, (caches, yes), json_out)
     _require_output(output)
     if action == "plot":
         _plot(names, axis, smooth, output, json_out)
@@ -115,68 +134,20 @@ def _action(words: list[str]) -> tuple[str, list[str]]:
 def _list(folder: str, sort: str, json_out: str | None) -> None:
     from mtcli.core.runs.run_search import find_runs
     from mtcli.core.runs.run_summary import summaries, varied_fields
+    from mtcli.core.runs.run_tables import listed_table, sorted_runs
     from mtcli.core.runtime.console import print_line, print_table
 
-    found = _sorted(summaries(find_runs(Path(folder))), sort)
+    found = sorted_runs(summaries(find_runs(Path(folder))), sort)
     varied = varied_fields(found)
     rows = [run.as_json() | {"fields": {f: run.fields.get(f) for f in varied}} for run in found]
     if not answer({"folder": folder, "varied": varied, "runs": rows}, json_out):
         return
     if not found:
         return echo(f"{folder} holds no run")
-    columns = ["run", "state", "step", "loss", "valid", "tokens", "time", "size", "host", "differs"]
-    cells = [_row(run, varied) for run in found]
-    used = [at for at, name in enumerate(columns) if any(row[at] for row in cells)]
-    print_table("", [columns[at] for at in used], [[row[at] for at in used] for row in cells])
+    print_table(*listed_table(found, varied))
     for run in found:
         if run.reason:
             print_line(f"{run.folder}: {run.state}: {run.reason}", indent="  ")
-
-
-def _sorted(found: "list[RunSummary]", sort: str) -> "list[RunSummary]":
-    """Sorts runs: the least loss, the largest, or the running and newest first."""
-
-    def key(run: "RunSummary") -> Any:
-        numbers = {"loss": run.loss, "valid": run.valid_loss, "size": -run.size_bytes}
-        if sort == "recent":
-            return run.state != "running", -run.changed_at
-        return (numbers[sort] is None, numbers[sort] or 0.0) if sort in numbers else 0
-
-    return sorted(sorted(found, key=lambda run: str(run.folder)), key=key)
-
-
-def _row(run: "RunSummary", varied: list[str]) -> list[str]:
-    from mtcli.core.runs.disk_size import size_words
-
-    return [
-        str(run.folder),
-        run.state,
-        f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else ""),
-        _number(run.loss, ".4f"),
-        _number(run.valid_loss, ".4f"),
-        _number(run.tokens, ",.0f"),
-        "" if run.seconds is None else str(timedelta(seconds=round(run.seconds))),
-        size_words(run.size_bytes),
-        run.host,
-        _differing(run, varied),
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _differing(run: "RunSummary", varied: list[str]) -> str:
-    """Words a run's values of the fields in which runs differ, the first few of them."""
-    from mtcli.core.config.untrusted import shown
-    from mtcli.core.sweep.trials import short_names
-
-    names = short_names(varied)
-    words = [
-        f"{names[field]}={shown(run.fields[field])}" for field in varied if field in run.fields
-    ]
-    more = f" and {len(words) - SHOWN_FIELDS} more" if len(words) > SHOWN_FIELDS else ""
-    return " ".join(words[:SHOWN_FIELDS]) + more
 
 
 def _require_output(output: str | None) -> None:
@@ -190,31 +161,18 @@ def _require_output(output: str | None) -> None:
 def _plot(
     names: list[str], axis: str, smooth: int, output: str | None, json_out: str | None
 ) -> None:
-    from mtcli.core.runs.loss_curves import read_curves, smoothed
-    from mtcli.core.runs.run_pictures import names_of
+    from mtcli.core.runs.loss_curves import read_curves
     from mtcli.core.runs.run_search import find_all_runs
+    from mtcli.core.runs.run_tables import plotted_table
     from mtcli.core.runtime.console import print_table
 
     curves = read_curves(find_all_runs(names))
     data = {"runs": [run.as_json() for run in curves]}
     if answer(data, json_out):
-        rows = []
-        for name, run in zip(names_of([run.folder for run in curves]), curves, strict=True):
-            means = smoothed(run.losses, smooth)
-            ends = f"{means[0]:.4f} to {means[-1]:.4f}"
-            rows.append([name, f"{run.steps[-1]:,.0f}", ends, _line(means)])
-        print_table("", ("run", "step", "loss", ""), rows)
+        print_table(*plotted_table(curves, smooth))
         if not output:
             echo("--output FILE.png, .svg or .html draws them", err=True)
     _write_losses(curves, [axis], smooth, output, data)
-
-
-def _line(means: list[float]) -> str:
-    """Draws a curve in a line of text, up to its value after a tenth of the steps: the first steps
-    would flatten all others."""
-    from mtcli.core.runs.sparkline import sparkline
-
-    return sparkline(means, LINE_WIDTH, means[len(means) // 10])
 
 
 def _compare(names: list[str], smooth: int, output: str | None, json_out: str | None) -> None:
@@ -222,6 +180,7 @@ def _compare(names: list[str], smooth: int, output: str | None, json_out: str | 
     from mtcli.core.runs.run_comparison import compare_runs
     from mtcli.core.runs.run_search import find_all_runs
     from mtcli.core.runs.run_summary import summaries
+    from mtcli.core.runs.run_tables import compared_tables
     from mtcli.core.runtime.console import print_table
 
     folders = find_all_runs(names)
@@ -229,10 +188,10 @@ def _compare(names: list[str], smooth: int, output: str | None, json_out: str | 
         raise wrong(f"{' '.join(names)} holds 1 run, and at least 2 are compared", "name another")
     curves = read_curves(folders)
     comparison = compare_runs(curves, summaries(folders))
-    data, tables = comparison.as_json(curves), _tables(curves, comparison)
+    data, tables = comparison.as_json(curves), compared_tables(curves, comparison)
     if answer(data, json_out):
-        for title, columns, rows in tables:
-            print_table(title, columns, rows)
+        for table in tables:
+            print_table(*table)
     _write_losses(curves, ["tokens", "time"], smooth, output, data, tables)
 
 
@@ -242,7 +201,7 @@ def _write_losses(
     smooth: int,
     output: str | None,
     data: dict[str, Any],
-    tables: Tables = (),
+    tables: "Sequence[RunTable]" = (),
 ) -> None:
     """Writes the picture or page, if any."""
     if not output:
@@ -268,29 +227,31 @@ def _watch(name: str, every: float, once: bool, json_out: str | None) -> None:
         raise typer.Exit(Exit.FAILED)
 
 
-def _tables(curves: "list[LossCurves]", comparison: "Comparison") -> Tables:
-    """Returns the tables of a comparison as (title, columns, rows)."""
-    from mtcli.core.config.untrusted import shown
-    from mtcli.core.evaluate.compared_rows import COLUMNS, compared_rows
-    from mtcli.core.runs.loss_charts import count_words
-    from mtcli.core.runs.run_pictures import names_of
+def _prune(folder: str, keep: int | None, flags: tuple[bool, bool], json_out: str | None) -> None:
+    """Lists what can be freed, and frees it where the reader agrees. `flags`: --caches, --yes."""
+    from mtcli.core.runs.disk_size import size_words
+    from mtcli.core.runs.prunable import find_caches, find_prunable, free
+    from mtcli.core.runs.run_search import find_runs
+    from mtcli.core.runtime.console import print_table
 
-    names = names_of([run.folder for run in curves])
-    after = f"after {count_words(comparison.tokens)} tokens", f"after {comparison.seconds:.4g} s"
-    figures = [
-        [name, f"{f.tokens:,.0f}", str(timedelta(seconds=round(f.seconds)))]
-        + [_number(x, ".4f") for x in (f.loss, f.loss_at_tokens, f.loss_at_seconds, f.valid_loss)]
-        for name, f in zip(names, comparison.figures, strict=True)
-    ]
-    columns = ["run", "tokens", "time", "loss", *after, "least valid"]
-    tables: list[tuple[str, list[str], list[list[str]]]] = [("", columns, figures)]
-    fields = [
-        [field, *("-" if value is None else shown(value) for value in values)]
-        for field, values in comparison.fields.items()
-    ]
-    if fields:
-        tables.append(("Fields of the configs that differ", ["field", *names], fields))
-    for (file, a, b), report in comparison.evaluations.items():
-        title = f"{file}: A is {names[a]}, B is {names[b]}"
-        tables.append((title, list(COLUMNS), compared_rows(report)))
-    return tables
+    def note(text: str) -> None:
+        echo(f"note: {text}", err=True)
+
+    caches, yes = flags
+    found = find_prunable(Path(folder), find_runs(Path(folder)), keep, note)
+    found += find_caches() if caches else []
+    size = sum(one.size_bytes for one in found)
+    if json_out != "-":
+        cells = [[str(one.path), one.kind, size_words(one.size_bytes), one.why] for one in found]
+        if cells:
+            print_table("", ("", "kind", "size", "why"), cells)
+        echo(f"{size_words(size)} can be freed" if found else f"{folder} has nothing to free")
+        if found and not yes and sys.stdin.isatty() and sys.stdout.isatty():
+            yes = typer.confirm("free it?")
+        elif found and not yes:
+            echo("--yes frees it", err=True)
+    freed = free(found, note) if yes else 0
+    items = [one.as_json() for one in found]
+    data = {"folder": folder, "bytes": size, "items": items, "freed_bytes": freed}
+    if answer(data, json_out) and yes and found:
+        echo(f"freed {size_words(freed)}")

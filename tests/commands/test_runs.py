@@ -188,3 +188,40 @@ def test_on_a_terminal_a_panel_stays_until_a_key(home, end):
         while os.read(terminal, 1 << 16):
             pass
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_prune_lists_with_sizes_and_frees_only_when_told(home):
+    for step in (2, 4, 6):
+        write_checkpoint(home / "runs" / "b", step)
+    done = in_process("runs", "prune", "--keep", "1", folder=home)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and "--yes frees it" in done.stderr
+    assert lines[1].split()[:4] == ["runs/b/checkpoints/step-00000002", "checkpoint", "1,002", "B"]
+    assert lines[-1] == "2.9 KiB can be freed"
+    left = home / "runs" / "b" / "checkpoints"
+    assert len(list(left.iterdir())) == 4
+    data = json.loads(listed(home, "prune", "--keep", "1", "--json", "-"))
+    assert (data["bytes"], data["freed_bytes"], len(data["items"])) == (3006, 0, 3)
+    assert len(list(left.iterdir())) == 4
+    assert listed(home, "prune", "--keep", "1", "--yes").endswith("freed 2.9 KiB\n")
+    assert [path.name for path in left.iterdir()] == ["step-00000010"]
+    assert listed(home, "prune", "--keep", "1") == "runs has nothing to free\n"
+
+
+@pytest.mark.parametrize(("word", "count"), [(b"n\n", 2), (b"y\n", 1)])
+def test_on_a_terminal_prune_asks(home, word, count):
+    write_checkpoint(home / "runs" / "b", 2)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(home)
+        words = ["runs", "prune", "--keep", "1"]
+        os.execv(sys.executable, [sys.executable, "-m", "mtcli", *words])
+    shown = b""
+    while b"free it?" not in shown:
+        shown += os.read(terminal, 1 << 16)
+    os.write(terminal, word)
+    with suppress(OSError):
+        while os.read(terminal, 1 << 16):
+            pass
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list((home / "runs" / "b" / "checkpoints").iterdir())) == count

@@ -10,6 +10,7 @@ from mtcli.core.profile.render.page import PageSection, chart, table, write_page
 from mtcli.core.runs.loss_charts import Look, loss_chart
 from mtcli.core.runs.loss_curves import LossCurves
 
+RunTable = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 AXES = {"tokens": "over tokens", "time": "over time", "steps": "over steps"}
 
 
@@ -30,10 +31,10 @@ def write_losses_page(
     axes: Sequence[str],
     look: Look,
     data: dict[str, Any],
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = (),
+    tables: Sequence[RunTable] = (),
 ) -> None:
-    """Writes a page of losses, a chart for each axis, and tables (title, columns, rows) below;
-    `data` is the JSON of `--json`."""
+    """Writes a page of losses, a chart for each axis, and tables below; `data` is the JSON of
+    `--json`."""
     note = "Lines are means over neighbouring steps; every step is drawn lightly behind them."
     sections = [chart("losses", "", note, *_charts(curves, axes, look))]
     sections += [PageSection(title, "", table(columns, rows)) for title, columns, rows in tables]
