@@ -1,13 +1,14 @@
 """Words a comparison of two evaluations as the rows of a table."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mtcli.core.evaluate.tasks.task import Report
+if TYPE_CHECKING:
+    from mtcli.core.evaluate.tasks.task import Report
 
 COLUMNS = "task", "metric", "A", "B", "B - A", "95 % interval", "p", "Holm", "MDE", "better"
 
 
-def compared_rows(result: Report) -> list[list[str]]:
+def compared_rows(result: "Report") -> list[list[str]]:
     """Returns a row for each task of a result of `compare_files`, and for its further metrics."""
     rows = []
     for task, report in result["tasks"].items():
@@ -16,7 +17,7 @@ def compared_rows(result: Report) -> list[list[str]]:
     return rows
 
 
-def _compared_row(task: str, report: Report) -> list[str]:
+def _compared_row(task: str, report: "Report") -> list[str]:
     low, high = report["interval"]
     figures = [report[key] for key in ("p_value", "adjusted_p_value", "minimum_detectable")]
     return [

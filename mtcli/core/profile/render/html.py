@@ -79,7 +79,7 @@ def _memory(data: Data) -> list[PageSection]:
         rows.append({"label": f"pipeline rank {fullest_stage(data)}, planned", **plan})
     curve = data["memory_by_kind_over_time"]
     lives = f"Of rank {curve['rank']}. Activations outlive the op that makes them; temporary is "
-    lives += "what is gone by its end."
+    lives += "what is gone by its end. By the clock of the measured timeline."
     return [
         chart("memory", "Memory of a process", note, figure),
         chart("memory-over-time", "Memory over the step", lives, charts.over_time(curve)),
