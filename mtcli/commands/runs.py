@@ -31,7 +31,7 @@ FLAGS = {
     "smooth": ("plot", "compare"),
     "output": ("plot", "compare"),
     "once": ("watch",),
-    "every": ("watch",),
+    "interval": ("watch",),
     "keep": ("prune",),
     "caches": ("prune",),
     "yes": ("prune",),
@@ -63,8 +63,9 @@ Output = Annotated[
     ),
 ]
 Once = Annotated[bool, typer.Option("--once", help="watch: show the run once, and end")]
-Every = Annotated[
-    float, typer.Option(min=0.1, max=3600, help="watch: seconds between two looks at the run")
+Interval = Annotated[
+    float,
+    typer.Option("--every", min=0.1, max=3600, help="watch: seconds between two looks at the run"),
 ]
 Keep = Annotated[
     int | None,
@@ -89,7 +90,7 @@ def runs(
     axis: Axis = "tokens",
     smooth: Smooth = 0,
     output: Output = None,
-    every: Every = 2.0,
+    interval: Interval = 2.0,
     once: Once = False,
     keep: Keep = None,
     caches: Caches = False,
@@ -110,7 +111,7 @@ def runs(
     if action == "list":
         return _list(names[0] if names else FOLDER, sort, json_out)
     if action == "watch":
-        return _watch(names[0], every, once, json_out)
+        return _watch(names[0], interval, once, json_out)
     if action == "prune":
         return _prune(names[0] if names else FOLDER, keep, (caches, yes), json_out)
     _require_output(output)
@@ -217,11 +218,11 @@ def _write_losses(
     say_wrote(output)
 
 
-def _watch(name: str, every: float, once: bool, json_out: str | None) -> None:
+def _watch(name: str, interval: float, once: bool, json_out: str | None) -> None:
     from mtcli.core.runs.run_search import require_one_run
     from mtcli.core.runs.watch_screen import watch
 
-    glance = watch(require_one_run(name), every, once, quiet=json_out == "-")
+    glance = watch(require_one_run(name), interval, once, quiet=json_out == "-")
     answer(glance.figures(), json_out)
     if glance.run.state in ("failed", "dead lock"):
         raise typer.Exit(Exit.FAILED)

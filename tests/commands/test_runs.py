@@ -109,11 +109,12 @@ def test_compare_shows_losses_configs_and_both_axes(home):
     words = ("compare", "runs/a", "runs/b", "--output", "both.html", "--json", "both.json")
     out = listed(home, *words)
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == ["run", "tokens", "time", "loss", *["after", "320", "tokens"],
+    assert rows[0] == ["Losses"]
+    assert rows[1] == ["run", "tokens", "time", "loss", *["after", "320", "tokens"],
                        *["after", "5", "s"], "least", "valid"]  # fmt: skip
     assert ["optimizer.lr", "0.003", "0.5"] in rows and "train.output" not in out
     page = (home / "both.html").read_text()
-    assert "loss over tokens" in page and "loss over time" in page and "optimizer.lr" in page
+    assert "Loss over tokens" in page and "Loss over time" in page and "optimizer.lr" in page
     data = json.loads((home / "both.json").read_text())
     assert [run["folder"] for run in data["runs"]] == ["runs/a", "runs/b"]
     assert data["fields"] == {"optimizer.lr": [0.003, 0.5]}

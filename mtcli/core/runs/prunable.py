@@ -112,11 +112,11 @@ def _old_checkpoints(
     start."""
     fields = fields_of(run)
     kept_number = fields.get("train.keep") if keep is None else keep
-    every = fields.get("train.keep_every", 0)
-    if type(kept_number) is not int or type(every) is not int:
+    multiple = fields.get("train.keep_every", 0)
+    if type(kept_number) is not int or type(multiple) is not int:
         return
     folders = {step_of(path): path for path in step_folders(run / CHECKPOINTS)}
-    for step in steps_to_remove(list(folders), kept_number, every):
+    for step in steps_to_remove(list(folders), kept_number, multiple):
         path = folders[step]
         if path.is_symlink():
             continue

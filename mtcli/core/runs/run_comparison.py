@@ -28,7 +28,7 @@ class Figures(NamedTuple):
     valid_loss: float | None  # the least
 
 
-class Comparison(NamedTuple):
+class RunComparison(NamedTuple):
     """Runs compared: what they share, their figures, and how their configs and evaluations differ.
 
     `evaluations` has, by (file, run, other run), the report of `mtcli eval --compare`.
@@ -57,7 +57,7 @@ class Comparison(NamedTuple):
         }
 
 
-def compare_runs(curves: Sequence[LossCurves], runs: Sequence[RunSummary]) -> Comparison:
+def compare_runs(curves: Sequence[LossCurves], runs: Sequence[RunSummary]) -> RunComparison:
     """Compares runs by their curves and summaries. Raises MtcliError for evaluations that do not
     fit together."""
     tokens = min(run.tokens[-1] for run in curves)
@@ -74,7 +74,7 @@ def compare_runs(curves: Sequence[LossCurves], runs: Sequence[RunSummary]) -> Co
         for run in curves
     ]
     fields = {field: [run.fields.get(field) for run in runs] for field in varied_fields(runs)}
-    return Comparison(tokens, seconds, figures, fields, _evaluations([c.folder for c in curves]))
+    return RunComparison(tokens, seconds, figures, fields, _evaluations([c.folder for c in curves]))
 
 
 def _loss(run: LossCurves, end: int) -> float | None:

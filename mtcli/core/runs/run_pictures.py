@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtcli.core.profile.render.drawing import Chart, save
+from mtcli.core.profile.render.drawing import save
 from mtcli.core.profile.render.page import PageSection, chart, table, write_page
 from mtcli.core.runs.loss_charts import Look, loss_chart
 from mtcli.core.runs.loss_curves import LossCurves
@@ -22,7 +22,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def save_losses(target: str, curves: Sequence[LossCurves], axes: Sequence[str], look: Look) -> None:
     """Writes a picture of losses, a chart for each axis."""
-    save(target, _charts(curves, axes, look))
+    charts = [loss_chart(curves, axis, look) for axis in axes]
+    titles = [f"loss {AXES[axis]}" for axis in axes]
+    save(target, [c._replace(title=title) for c, title in zip(charts, titles, strict=True)])
 
 
 def write_losses_page(
@@ -36,10 +38,9 @@ def write_losses_page(
     """Writes a page of losses, a chart for each axis, and tables below; `data` is the JSON of
     `--json`."""
     note = "Lines are means over neighbouring steps; every step is drawn lightly behind them."
-    sections = [chart("losses", "", note, *_charts(curves, axes, look))]
+    sections = [
+        chart(f"loss-{axis}", f"Loss {AXES[axis]}", note, loss_chart(curves, axis, look))
+        for axis in axes
+    ]
     sections += [PageSection(title, "", table(columns, rows)) for title, columns, rows in tables]
     write_page(target, f"mtcli runs: {', '.join(look.names)}", sections, data)
-
-
-def _charts(curves: Sequence[LossCurves], axes: Sequence[str], look: Look) -> list[Chart]:
-    return [loss_chart(curves, axis, look)._replace(title=f"loss {AXES[axis]}") for axis in axes]

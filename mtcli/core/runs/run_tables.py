@@ -9,7 +9,7 @@ from mtcli.core.evaluate.compared_rows import COLUMNS, compared_rows
 from mtcli.core.runs.disk_size import size_words
 from mtcli.core.runs.loss_charts import count_words
 from mtcli.core.runs.loss_curves import LossCurves, smoothed
-from mtcli.core.runs.run_comparison import Comparison
+from mtcli.core.runs.run_comparison import RunComparison
 from mtcli.core.runs.run_pictures import RunTable, names_of
 from mtcli.core.runs.run_summary import RunSummary
 from mtcli.core.runs.sparkline import sparkline
@@ -75,7 +75,7 @@ def plotted_table(curves: Sequence[LossCurves], window: int) -> RunTable:
     return "", ["run", "step", "loss", ""], rows
 
 
-def compared_tables(curves: Sequence[LossCurves], comparison: Comparison) -> list[RunTable]:
+def compared_tables(curves: Sequence[LossCurves], comparison: RunComparison) -> list[RunTable]:
     """Returns the tables of a comparison: figures, fields that differ, evaluations."""
     names = names_of([run.folder for run in curves])
     after = f"after {count_words(comparison.tokens)} tokens", f"after {comparison.seconds:.4g} s"
@@ -85,7 +85,7 @@ def compared_tables(curves: Sequence[LossCurves], comparison: Comparison) -> lis
         for name, f in zip(names, comparison.figures, strict=True)
     ]
     columns = ["run", "tokens", "time", "loss", *after, "least valid"]
-    tables: list[RunTable] = [("", columns, figures)]
+    tables: list[RunTable] = [("Losses", columns, figures)]
     fields = [
         [field, *("-" if value is None else shown(value) for value in values)]
         for field, values in comparison.fields.items()

@@ -53,7 +53,7 @@ class Glance(NamedTuple):
         }
 
 
-class Watcher:
+class RunWatcher:
     """Looks at a run again and again. Once it has changed meanwhile, how long it has been silent is
     by this machine's clock, and no longer by that of the file system."""
 

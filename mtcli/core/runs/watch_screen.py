@@ -16,29 +16,29 @@ from rich.live import Live
 from rich.text import Text
 
 from mtcli.core.config.errors import visible
-from mtcli.core.runs.run_watch import Glance, Watcher, line, panel
+from mtcli.core.runs.run_watch import Glance, RunWatcher, line, panel
 from mtcli.core.runtime.console import print_line, width
 
 PANEL_WIDTH = 100
 
 
-def watch(folder: Path, every: float, once: bool, quiet: bool = False) -> Glance:
+def watch(folder: Path, interval: float, once: bool, quiet: bool = False) -> Glance:
     """Shows a run every so many seconds until it ends, or the reader does; returns the last look.
 
     `once` looks at it once; `quiet` shows nothing.
     """
-    watcher = Watcher(folder)
+    watcher = RunWatcher(folder)
     glance = watcher.look()
     if once or quiet:
         while not once and glance.run.state == "running":
-            time.sleep(every)
+            time.sleep(interval)
             glance = watcher.look()
         if not quiet:
             print_line(panel(glance, width(PANEL_WIDTH)))
         return glance
     with suppress(KeyboardInterrupt), _screen() as show, _keys() as pressed:
         show(glance)
-        while glance.run.state == "running" and pressed(every) != "q":
+        while glance.run.state == "running" and pressed(interval) != "q":
             glance = watcher.look()
             show(glance)
     return glance

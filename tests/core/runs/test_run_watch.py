@@ -4,7 +4,7 @@ import json
 
 from run_folders import add_events, age, lock, lock_elsewhere, loss_at, write_run
 
-from mtcli.core.runs.run_watch import Watcher, line, panel
+from mtcli.core.runs.run_watch import RunWatcher, line, panel
 
 NOW = 1_800_000_000.0
 
@@ -21,7 +21,7 @@ def test_the_panel_has_step_loss_speed_time_left_memory_and_events(tmp_path):
         {"event": "saved", "step": 20, "bytes": 5 << 30},
     )
     age(folder, NOW - 7)
-    lines = panel(Watcher(folder, clock=lambda: NOW).look(), 100).splitlines()
+    lines = panel(RunWatcher(folder, clock=lambda: NOW).look(), 100).splitlines()
     host = json.loads((folder / "run.lock").read_text())["host"]
     curve = lines.pop(3).strip()
     assert len(curve) == 20 and curve[0] == "█" and curve[-1] == "▁"
@@ -40,7 +40,7 @@ def test_the_panel_has_step_loss_speed_time_left_memory_and_events(tmp_path):
         "- reselected at step 13",
         "- saved step 20, 5.0 GiB",
     ]
-    assert max(map(len, panel(Watcher(folder).look(), 30).splitlines())) <= 30
+    assert max(map(len, panel(RunWatcher(folder).look(), 30).splitlines())) <= 30
 
 
 def test_a_line_has_the_figures_while_it_runs_and_the_end_after(tmp_path):
@@ -48,16 +48,16 @@ def test_a_line_has_the_figures_while_it_runs_and_the_end_after(tmp_path):
     lock(folder)
     figures = f"step 20/50 loss {loss_at(20):.4f} valid {1.1 * loss_at(16):.4f} tokens/s 64 "
     figures += "memory_gib 1.50 "
-    assert line(Watcher(folder).look()) == figures + "left 0:00:15"
+    assert line(RunWatcher(folder).look()) == figures + "left 0:00:15"
     (folder / "run.lock").unlink()
     add_events(folder, {"event": "failed", "step": 20, "reason": "loss nan"})
-    assert line(Watcher(folder).look()) == figures + "failed: loss nan"
+    assert line(RunWatcher(folder).look()) == figures + "failed: loss nan"
 
 
 def test_a_run_that_has_made_no_step_is_shown_too(tmp_path):
     folder = write_run(tmp_path / "a", 0, of=50)
     lock(folder)
-    glance = Watcher(folder).look()
+    glance = RunWatcher(folder).look()
     assert line(glance) == "step 0/50" and "step     0 of 50 (0.0%)" in panel(glance, 80)
 
 
@@ -68,7 +68,7 @@ def test_silence_is_by_this_machine_s_clock_once_the_run_has_changed(tmp_path):
         lock_elsewhere(folder)
         age(folder, NOW + skew)
         ticks = [1000.0]
-        watcher = Watcher(folder, clock=lambda: NOW, ticks=lambda ticks=ticks: ticks[0])
+        watcher = RunWatcher(folder, clock=lambda: NOW, ticks=lambda ticks=ticks: ticks[0])
         assert watcher.look().run.state == ("running" if skew > 0 else "dead lock")
         age(folder, NOW + skew + 5)
         for seconds, state in ((0, "running"), (599, "running"), (601, "dead lock")):
@@ -79,6 +79,6 @@ def test_silence_is_by_this_machine_s_clock_once_the_run_has_changed(tmp_path):
 
 def test_figures_are_named_for_json(tmp_path):
     folder = write_run(tmp_path / "a", 20, of=50)
-    figures = Watcher(folder).look().figures()
+    figures = RunWatcher(folder).look().figures()
     assert (figures["step"], figures["steps"], figures["left_seconds"]) == (20, 50, 15.0)
     assert figures["memory_bytes"] == 3 << 29 and figures["tokens_per_second"] == 64.0
