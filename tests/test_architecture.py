@@ -49,9 +49,10 @@ ARROWS = {
     "profile": STEP | {"training", "plan", "rehearse"},
     "sweep": STEP | {"training", "plan", "profile"},
     "doctor": {"config", "kernels", "parallel", "plan", "profile", "runtime"},
+    "runs": {"config", "runtime", "checkpoint", "training", "sweep", "profile", "evaluate"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}
-    | {"plan", "rehearse", "profile", "sweep", "doctor"},
+    | {"plan", "rehearse", "profile", "sweep", "doctor", "runs"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule", "exchange")
@@ -71,6 +72,11 @@ LIGHT = (
     "runtime.atomic_writes",
     "runtime.console",
     "runtime.launch",
+    "runs.prunable",
+    "runs.run_pictures",
+    "runs.run_summary",
+    "runs.run_tables",
+    "runs.watch_screen",
     "runtime.sandbox",
     "select.request",
     "training.run_config",

@@ -85,14 +85,15 @@ def prune(
             warn(f"{folders[step]} stays: {listed(unrelated)} in it is of no checkpoint")
             continue
         try:
-            _remove(folders[step], warn)
+            remove_checkpoint(folders[step], warn)
         except BlockingIOError:
             pass  # it is being read
         except OSError as error:
             warn(f"old checkpoints in {root} stay, and it fills: {error.strerror}")
 
 
-def _remove(folder: Path, warn: Callable[[str], None]) -> None:
+def remove_checkpoint(folder: Path, warn: Callable[[str], None]) -> None:
+    """Removes a checkpoint. Raises BlockingIOError where it is being read."""
     try:
         file = open_to_lock(folder / MANIFEST)
     except FileNotFoundError:

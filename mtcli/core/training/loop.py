@@ -130,7 +130,7 @@ def _train(
             saver.finish()
             adopt_current(loader, config, reselect, steps[0].step)
 
-    with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
+    with log, closing(loader), Saver(trainer, log, last_good) as saver:
         seat = Seat(trainer, samples, log, saver, base)
         live = Live(
             [seat],

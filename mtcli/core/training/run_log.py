@@ -3,18 +3,17 @@
 Progress is a bar on a terminal, and elsewhere a line now and then, of names and values.
 """
 
-import resource
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
 
-from mtcli.core.config.errors import visible
+from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
@@ -76,7 +75,7 @@ class RunLog:
     ) -> None:
         """Prints the run's numbers and opens the record files; `data` are lines on the data, by
         name."""
-        world, self.device = runtime.world, runtime.device
+        world = runtime.world
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
             return
@@ -137,7 +136,7 @@ class RunLog:
             self.loss_scale = row["loss_scale"]
             figures["loss_scale"] = f"{self.loss_scale:g}"
         if self.bar is None:
-            figures["memory_gib"] = f"{_peak_memory(self.device) / 2**30:.2f}"
+            figures["memory_gib"] = f"{row['memory_bytes'] / 2**30:.2f}"
             done = row["step"] - self.first_step
             left = (monotonic() - self.begun_at) / done * (self.config.train.steps - row["step"])
             figures["left"] = str(timedelta(seconds=round(left)))
@@ -162,6 +161,17 @@ class RunLog:
         if self.speaks:
             write_line(text)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Closes the log; an error is recorded as what ended the run."""
+        if isinstance(error, MtcliError):
+            self.records.failed(error.problems[0].message)
+        elif isinstance(error, Exception):
+            self.records.failed(f"{type(error).__name__}: {error}")
+        self.close()
+
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
         if not self.speaks:
@@ -174,13 +184,6 @@ class RunLog:
         """Prints the name of the checkpoint or folder that was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
-
-
-def _peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank has held: of a GPU's memory, or of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _model(config: RunConfig) -> str:

@@ -347,7 +347,8 @@ def test_an_error_in_training_waits_for_the_save_in_flight(config_for):
     config = config_for("run", train={"save_every": 1})
     (message, code), events, _ = run_ranks(1, told, config, slow_before_an_error)[0]
     assert code == 1 and message.startswith("error: the second step")
-    assert [(event["event"], event["step"]) for event in events] == [("saved", 1)]
+    assert [(event["event"], event["step"]) for event in events] == [("saved", 1), ("failed", 1)]
+    assert events[1]["reason"] == "the second step"
     verify_hashes(open_checkpoint(Path(config.train.output)))
 
 
