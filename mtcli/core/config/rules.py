@@ -94,7 +94,7 @@ def refusal(
         return MtcliError(*all_problems)
 
     def legal(candidate: RunConfig, world: int) -> bool:
-        rules = (rule for rule in (*RULES, *more) if rule not in without)
+        rules = (rule for rule in (*RULES, *more) if rule not in (*without, *OF_DATA))
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
@@ -452,6 +452,28 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
 
 
+def validation_is_computed(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a run that goes by its validation loss computes one."""
+    train, data = config.train, config.data
+    if train.eval_every:  # then the data is checked
+        return
+    without, hint = "eval_every=0", "train.eval_every of 1 or more"
+    if not data.valid and not _holds_out(data.split):
+        without += " and no data.valid"
+        hint += " and data.valid, or a valid part of data.split"
+    for name in ("keep_best", "patience"):
+        if count := getattr(train, name):
+            message = f"{name}={count} with {without}: there is no validation loss"
+            yield Problem(message, f"{hint}, or {name} = 0", f"train.{name}")
+
+
+def _holds_out(split: str) -> bool:
+    try:
+        return read_split(split)[1] > 0.0
+    except MtcliError:
+        return True  # which is a problem of its own
+
+
 def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that a subset is of data that has sequences to choose from."""
     d, m = config.data, config.model
@@ -695,14 +717,20 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "leave it out", "parallel.sequence_parallel")
 
 
+# Of sections that no layout changes.
+OF_DATA: tuple[Rule, ...] = (
+    data_fits_head,
+    data_is_shared_out,
+    validation_is_computed,
+    subsets_are_of_sequences,
+)
+
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
 TRAINING_RULES: tuple[Rule, ...] = (
     next_tokens_are_hidden,
     fields_are_used,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
 )
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
@@ -736,9 +764,7 @@ RULES: tuple[Rule, ...] = (
     _adapters_fit,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
     _trackers_differ,
 )
 

@@ -316,12 +316,16 @@ class TrainConfig(Section):
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0
     """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
+    keep_best: Whole = 0
+    """evaluations with the lowest losses whose checkpoints are saved and kept besides; 0 none"""
     async_save: bool = True
     """train on while a checkpoint is written from a copy in host memory"""
     eval_every: Whole = 0
     """steps between evaluations on data.valid; 0 never"""
     eval_batches: Positive = 8
     """global batches of an evaluation"""
+    patience: Whole = 0
+    """the run ends after so many evaluations without a lower loss; 0 never"""
     log_every: Positive = 1
     """steps between progress lines and tracker records"""
     timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0

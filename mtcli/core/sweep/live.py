@@ -38,6 +38,7 @@ from mtcli.core.training.state import (
     with_tokenizer,
 )
 from mtcli.core.training.step import Step, run_groups
+from mtcli.core.training.validation import ValidationLosses
 
 DIVERGED = 10.0  # times the loss of a uniform guess, ln(vocab_size), from which no run comes back
 
@@ -204,7 +205,8 @@ class LiveArray:
         log.begin(self.runtime, member.step)
         self.stack.callback(log.close)
         saver = self.stack.enter_context(Saver(member, log, last_good, saving))
-        return Seat(member, samples, log, saver, base)
+        validation = ValidationLosses(member.config.train, start)
+        return Seat(member, samples, log, saver, base, validation)
 
     def _lock(self, configs: Sequence[RunConfig], world: Axis) -> None:
         if world.rank:

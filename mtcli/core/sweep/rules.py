@@ -39,6 +39,9 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.data.reselect_every:
         message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
         yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
+    if train.patience:
+        message = f"patience={train.patience} ends one model's run, and an array's go on together"
+        yield Problem(message, "train.patience = 0, and --hyperband or --median", "train.patience")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:

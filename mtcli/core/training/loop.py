@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors, failed, visible
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import RunConfig, TrainConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
@@ -44,6 +44,7 @@ from mtcli.core.training.state import (
     with_tokenizer,
 )
 from mtcli.core.training.step import Step, Trainer
+from mtcli.core.training.validation import ValidationLosses
 
 
 def train(
@@ -65,14 +66,21 @@ def train(
     with _locked(config, (resume, anew), runtime.attempt, world):
         start = starting_point(config, world)
         config = with_tokenizer(config, start)
-        if start.step >= config.train.steps:
+        if reason := _finished(config.train, start):
             if world.rank == 0:
-                done = f"step {start.step} of train.steps={config.train.steps} is done"
-                sys.stdout.write(
-                    visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
-                )
+                sys.stdout.write(visible(f"nothing to do: {reason}, to go on from {start}\n"))
             return True
         return _train(config, runtime, start, stop, reselect)
+
+
+def _finished(train: TrainConfig, start: StartingPoint) -> str:
+    """Says why a run that starts here has nothing to do, and what would let it go on; or empty."""
+    if start.step >= train.steps:
+        return f"step {start.step} of train.steps={train.steps} is done; set more train.steps"
+    losses = ValidationLosses(train, start)
+    if not losses.has_ended:
+        return ""
+    return f"finished: stopped early at step {start.step}, as {losses}; set a larger train.patience"
 
 
 @contextmanager
@@ -131,7 +139,7 @@ def _train(
             adopt_current(loader, config, reselect, steps[0].step)
 
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
-        seat = Seat(trainer, samples, log, saver, base)
+        seat = Seat(trainer, samples, log, saver, base, ValidationLosses(config.train, start))
         live = Live(
             [seat],
             saves,
@@ -145,8 +153,10 @@ def _train(
         )
         drive(live, config.train.steps)
         saver.finish()
+        if early := seat.validation.has_ended:
+            log.stopped_early(trainer.step, str(seat.validation))
     log.end()
-    return trainer.step >= config.train.steps
+    return early or trainer.step >= config.train.steps
 
 
 class Seat(NamedTuple):
@@ -157,10 +167,11 @@ class Seat(NamedTuple):
     log: RunLog | RunRecords
     saver: Saver
     base: BaseRecord | None  # the weights that its adapters are for
+    validation: ValidationLosses
 
     def save(self) -> None:
         """Begins to save the run."""
-        self.saver.save(progress(self.run, self.samples, self.base))
+        self.saver.save(progress(self.run, self.samples, self.base, self.validation.state))
 
 
 @dataclass
@@ -182,13 +193,13 @@ class Live:
 
 
 def drive(live: Live, until: int) -> bool:
-    """Trains to a step, or until no run is left; returns False, after saving, where a rank was told
-    to stop."""
+    """Trains to a step, until no run is left, or until none improves; returns False, after saving,
+    where a rank was told to stop."""
     if not live.seats:
         return True
     config, groups = live.seats[0].run.config.train, live.seats[0].run.groups
-    timer, stopped = StepTimer(groups.world), False
-    while live.seats and live.seats[0].run.step < until and not stopped:
+    timer, stopped, ended = StepTimer(groups.world), False, False
+    while live.seats and live.seats[0].run.step < until and not (stopped or ended):
         timer.begin()
         steps = live.train_step()
         timer.end(steps[0].seconds)
@@ -208,8 +219,14 @@ def drive(live: Live, until: int) -> bool:
                 seat.log.step(step, StepFacts(read, losses[i], share, distances[i], ranks))
                 seat.saver.poll()
                 going[i] = live.stepped(seat, step, losses[i])
-        if stopped or due or live.saves.due_by_step(number):
-            save([seat for seat, goes in zip(seats, going, strict=True) if goes], live.saves)
+        left = [i for i, goes in enumerate(going) if goes]
+        best = [i for i in left if _is_best(seats[i], number, losses[i])]
+        ended = bool(left) and all(seats[i].validation.has_ended for i in left)
+        if stopped or due or ended or live.saves.due_by_step(number):
+            save([seats[i] for i in left], live.saves)
+        else:
+            for i in best:
+                seats[i].save()
         live.after(steps, going, stopped)
     for seat in live.seats:
         seat.run.strategy.settle()
@@ -222,6 +239,11 @@ def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
     for seat in seats:
         seat.save()
     saves.saved()
+
+
+def _is_best(seat: Seat, step: int, loss: float | None) -> bool:
+    """Adds an evaluation, if there was one, to a run's; whether its checkpoint is to be kept."""
+    return loss is not None and seat.validation.note(step, loss)
 
 
 def _goes_on(live: Live, seat: Seat, step: Step) -> bool:

@@ -154,6 +154,11 @@ class RunLog:
         """Records and warns of a checkpoint that was not written."""
         self.records.save_failed(step, reason, last_good)
 
+    def stopped_early(self, step: int, reason: str) -> None:
+        """Records that the run ends before its last step, as its validation loss does not fall."""
+        self.records.event("stopped_early", {"step": step, "reason": reason})
+        self._say(f"finished: stopped early at step {step}, as {reason}")
+
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
         self.records.warn(text)
