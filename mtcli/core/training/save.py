@@ -177,7 +177,7 @@ class Saver:
             progress=self.note_progress,
             extra=extra,
             config_toml=dump_toml(config),
-            tokenizer=_tokenizer(config),
+            tokenizer=run_tokenizer(config),
             attached=_original_configs(config),
             keep=config.train.keep,
             keep_every=config.train.keep_every,
@@ -231,9 +231,9 @@ def _unheld(reason: str) -> HostCopy:
     return HostCopy([], wait)
 
 
-def _tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that made the training data, where preprocess left one, or that
-    texts are read with."""
+def run_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of a checkpoint's tokenizer, if any: the one that made the training data, where
+    preprocess left it, or that texts are read with."""
     if config.data.tokenizer or config.data.format == "conversations":
         return _own_tokenizer(config)
     prefixes = [word for word in config.data.train if tokenizer_folder(word)]
