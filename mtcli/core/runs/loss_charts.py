@@ -56,8 +56,8 @@ def _draw(axes: "Axes", curves: Sequence[LossCurves], axis: str, look: Look) -> 
         axes.plot(*_points(xs, means), linewidth=1.6, label=name, marker=mark, **line)
         if run.valid:
             at = [xs[index] for index in run.valid]
-            dots: dict[str, Any] = {"color": color, "linestyle": "", "markersize": 4.5}
-            axes.plot(at, list(run.valid.values()), marker="o", **dots)
+            look_of_dots: dict[str, Any] = {"color": color, "linestyle": "", "markersize": 4.5}
+            axes.plot(at, list(run.valid.values()), marker="o", **look_of_dots)
     _limit(axes, curves)
     if axis == "tokens":
         from matplotlib.ticker import FuncFormatter

@@ -51,7 +51,7 @@ class FullyShardedDataParallel(Strategy):
         """`stages` are on the meta device, and compute in `dtype`. Ranks sum gradients in `least`,
         or in `dtype` where that is wider."""
         _shard(stages, ownership.groups, dtype, torch.promote_types(dtype, least))
-        self.stages, self.ownership = stages, ownership
+        self.stages, self.ownership, self.dtype = stages, ownership, dtype
         self.parameters = {
             name: cast(DTensor, parameter)
             for stage in stages.values()
@@ -74,6 +74,15 @@ class FullyShardedDataParallel(Strategy):
     def weights(self) -> dict[str, Tensor]:
         """The owned rows of trained parameters: all that this rank has of them."""
         return {name: self.shards[name].tensor for name in self.parameters}
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, Tensor]:
+        """Gathers the rows of trained parameters, in the dtype of computation. Collective."""
+        gathered = {
+            name: cast(DTensor, parameter.to(self.dtype)).full_tensor()
+            for name, parameter in self.parameters.items()
+        }
+        return super().full_weights() | gathered
 
     def gradient_buffers(self) -> list[Tensor]:
         """Lists the memory that gradients take."""

@@ -4,10 +4,11 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 from mtcli.core.training.step import Step
 from mtcli.core.training.trackers import Tracker, open_trackers
+from mtcli.core.training.validation_sets import SetLosses
 
 
 class SaveRecord(NamedTuple):
@@ -41,10 +43,11 @@ class StepFacts(NamedTuple):
     """Facts that are recorded with a step, besides its result."""
 
     consumed_samples: int
-    valid_loss: float | None  # of the average of replicas, where it was asked for
+    validation: SetLosses | None  # of the average of replicas, where it was asked for
     sync_bytes: int  # that all ranks sent each other for data parallelism
     replica_distance: float | None  # root mean square, from the average; None where all are equal
     ranks: RankTimes | None = None  # in steps at which ranks exchange them
+    tasks: Mapping[str, float] = MappingProxyType({})  # figures of evaluation tasks
 
 
 class RunRecords:
@@ -100,7 +103,7 @@ class RunRecords:
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))
-        if step.step % self.config.train.log_every == 0:
+        if step.step % self.config.train.log_every == 0 or facts.validation or facts.tasks:
             values = {k: v for k, v in row.items() if k not in ("step", "replica_steps")}
             for tracker in self.trackers:
                 tracker.log(values, step=step.step)
@@ -185,8 +188,9 @@ def _row(
         row |= facts.ranks.row()
     if facts.replica_distance is not None:
         row["replica_distance"] = facts.replica_distance
-    if facts.valid_loss is not None:
-        row["valid_loss"] = facts.valid_loss
+    if facts.validation is not None:
+        row |= facts.validation.row()
+    row |= facts.tasks
     if step.expert_load is not None:
         row["expert_load_max_over_mean"] = step.expert_load
     return row

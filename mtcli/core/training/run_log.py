@@ -4,7 +4,7 @@ Progress is a bar on a terminal, and elsewhere a line now and then, of names and
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -112,7 +112,7 @@ class RunLog:
             self.warn(f"step {step.step} skipped, {what}")
         is_due = step.step % self.config.train.log_every == 0
         if self.bar is None:
-            ends = step.step == self.config.train.steps or "valid_loss" in row
+            ends = step.step == self.config.train.steps or "valid_loss" in row or facts.tasks
             if ends or (is_due and monotonic() - self.line_at >= LINE_SECONDS):
                 self.line_at = monotonic()
                 self._say(f"step {step.step}/{self.config.train.steps} {self._figures(row)}")
@@ -127,6 +127,9 @@ class RunLog:
         figures = {"loss": f"{row['loss']:.4f}"}
         if "valid_loss" in row:
             figures["valid"] = f"{row['valid_loss']:.4f}"
+        named = {key: key.removeprefix("valid_loss/") for key in row if "valid_loss/" in key}
+        named |= dict(_first_figures(row))
+        figures |= {name: f"{row[key]:.4f}" for key, name in named.items()}
         figures["grad_norm"] = f"{row['grad_norm']:.4g}"
         figures["tokens/s"] = f"{row['tokens_per_second']:.0f}"
         if row["mfu"] is not None:
@@ -152,6 +155,11 @@ class RunLog:
     def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
         """Records and warns of a checkpoint that was not written."""
         self.records.save_failed(step, reason, last_good)
+
+    def stopped_early(self, step: int, reason: str) -> None:
+        """Records that the run ends before its last step, as its validation loss does not fall."""
+        self.records.event("stopped_early", {"step": step, "reason": reason})
+        self._say(f"finished: stopped early at step {step}, as {reason}")
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
@@ -184,6 +192,16 @@ class RunLog:
         """Prints the name of the checkpoint or folder that was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
+
+
+def _first_figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (key, name) of the first figure of each task in a step's record."""
+    tasks = set()
+    for key in (key for key in row if key.startswith("eval/")):
+        task = key.split("/")[1]
+        if task not in tasks:
+            yield key, task
+        tasks.add(task)
 
 
 def _model(config: RunConfig) -> str:

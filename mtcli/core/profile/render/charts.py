@@ -10,7 +10,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from mtcli.core.profile.breakdown import KINDS as TIME_KINDS
-from mtcli.core.profile.curves import CURVES, MFU, Curve, histogram, thinned
+from mtcli.core.profile.curves import CURVES, MFU, TASKS, VALIDATION, Curve, histogram, thinned
 from mtcli.core.profile.render.drawing import (
     BLUE,
     DARK,
@@ -215,17 +215,20 @@ def step_bars(seconds: Sequence[float]) -> Chart:
 def curves(curve_of: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> list[Chart]:
     """Draws each curve {steps, values}; a dotted line where the run resumed."""
     shown = [name for name in CURVES if name in curve_of]
-    valid = {shown[0]: curve_of["validation loss"]} if "validation loss" in curve_of else {}
+    shown += [name for name in curve_of if name.startswith(TASKS)]
+    valid = [name for name in curve_of if name.startswith(VALIDATION)]
 
     def draw(name: str, axes: "Axes") -> None:
         steps, values = curve_of[name]["steps"], _gaps(curve_of[name])
         axes.plot(steps, values, "-" if len(steps) > 1 else "o", color=BLUE, linewidth=1)
         for step in resumed:
             axes.axvline(step, color=GREEN, linestyle=":", linewidth=1.5)
-        if name in valid:
-            look: dict[str, Any] = {"ms": 3, "color": ORANGE, "label": "validation loss"}
-            axes.plot(valid[name]["steps"], _gaps(valid[name]), "o-", **look)
-            legend_above(axes, 1)
+        for number, label in enumerate(valid if name == shown[0] else ()):
+            look: dict[str, Any] = {"ms": 3, "label": label}
+            look["color"] = f"C{number + 1}" if number else ORANGE
+            axes.plot(curve_of[label]["steps"], _gaps(curve_of[label]), "o-", **look)
+        if name == shown[0] and valid:
+            legend_above(axes, min(len(valid), 3))
         if name == MFU:
             _mark_above_peak(axes, steps, values)
         axes.set_xlabel("step")
