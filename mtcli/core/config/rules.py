@@ -372,6 +372,10 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     lora, m = config.lora, config.model
     if not lora.rank:
         return
+    if config.train.freeze:
+        message = f"freeze={shown(list(config.train.freeze))} with lora.rank={lora.rank}"
+        hint = "leave train.freeze out, or lora.rank = 0"
+        yield Problem(f"{message}, which freezes all weights", hint, "train.freeze")
     if config.parallel.zero == 3:
         message = f"rank={lora.rank} with zero=3: adapters are too small to be sharded by rows"
         yield Problem(message, "parallel.zero = 1", "lora.rank")

@@ -282,6 +282,8 @@ class TrainConfig(Section):
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     base: PathText | None = None
     """the weights that adapters of train.init are for, where these have moved; --base sets it"""
+    freeze: tuple[str, ...] = ()
+    """parameters left as they are, by checkpoints' names: ["embedding", "blocks.0-3.*"]"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -36,6 +36,9 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         message = "biases of routers are one model's, and are moved by its loads"
         hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
         yield Problem(message, hint, f"model.{field}")
+    if train.freeze:
+        message = "frozen weights are each model's, and those of an array are all trained"
+        yield Problem(message, "train the runs one by one", "train.freeze")
     if config.data.reselect_every:
         message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
         yield Problem(message, "set data.reselect_every=0", "data.reselect_every")

@@ -43,7 +43,7 @@ from mtcli.core.training.loader import MicroBatchLoader
 # the optimizer's state means.
 FIXED: tuple[str, ...]
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
-FIXED += ("lora.rank", "lora.alpha", "lora.targets")
+FIXED += ("lora.rank", "lora.alpha", "lora.targets", "train.freeze")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
 # Optimizers whose exp_avg is the same mean of gradients: one goes on from the other's checkpoint.
@@ -213,9 +213,11 @@ def shards(trainer: RunState) -> list[Shard]:
     strategy.settle()
     is_first = trainer.groups.replicas.rank == 0
     writes = is_first or exchange.weights_differ
+    omits_frozen = trainer.config.lora.rank > 0
     for name, shard in strategy.shards.items():
-        if writes and strategy.saves(name) and not shard.parameter.frozen:
-            if shard.parameter.trained:
+        frozen = shard.parameter.frozen
+        if writes and strategy.saves(name) and not (frozen and omits_frozen):
+            if shard.parameter.trained or frozen:
                 shard = shard._replace(tensor=shard.tensor.to(trainer.dtype))
             own_shards += _boxes(trainer, name, shard, exchange.weights_differ)
     for key, shard in _owned_state(trainer).items():

@@ -237,6 +237,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "adapters freeze all weights": (
+        ["lora.rank=4", "train.freeze=['embedding']"], 1, "train.freeze",
+        "freeze=['embedding'] with lora.rank=4, which freezes all weights",
+        "leave train.freeze out, or lora.rank = 0"),
     "an encoder's tokens see all others": (
         ["model.architecture=bert", "model.causal=true"], 1, "model.causal",
         "head='mlm' with causal=true: a token would not see those after it",
