@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from mtcli.core.config.fields import section_at
+from mtcli.core.config.fields import field_kind, section_at
 from mtcli.core.config.loading import Table
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.schema import RunConfig
@@ -18,9 +18,12 @@ FOLLOWS = re.compile(r"\[([^\[\]]+)\]$")
 
 
 def values_of(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (section.name, value) of each field; a section that is None is a value itself."""
-    for name in type(config).model_fields:
+    """Yields (section.name, value) of each field; a section that is None is a value itself, and an
+    array of tables is a list of dicts."""
+    for name, field in type(config).model_fields.items():
         value = getattr(config, name)
+        if value and field_kind(field).holds_tables:
+            value = [table.model_dump(exclude_none=True) for table in value]
         if isinstance(value, BaseModel):
             yield from values_of(value, f"{path}{name}.")
         else:
