@@ -56,6 +56,8 @@ SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
 FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
+GROUPED = {"group": [{"match": ["embedding", "blocks.0"], "lr_scale": 0.2},
+                     {"match": ["*.mlp.*"], "lr_scale": 3.0, "weight_decay": 0.7}]}  # fmt: skip
 FROZEN = {"freeze": ["embedding", "blocks.0"]}
 FROZEN_PARTS = {"freeze": ["blocks.*.attention", "final_norm", "blocks.1.mlp.experts",
                            "blocks.0.mlp.router"]}  # fmt: skip
@@ -494,6 +496,11 @@ MORE_ROWS = [
             "recompute": "full"}, train=FROZEN),
     row_of({"model": "gpt", "pipeline": "interleaved", "update": "lamb"}, train=FROZEN),
     row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "update": "muon"}, train=FROZEN),
+    row_of({"model": "moe", "tp": "2", "experts": "ep etp", "dp": "2", "zero": "3"},
+           optimizer=GROUPED),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1"},
+           optimizer=MUON | GROUPED),
+    row_of({"model": "gpt", "cp": "ring", "dp": "2", "zero": "1"}, optimizer=LAMB | GROUPED),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

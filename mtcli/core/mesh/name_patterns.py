@@ -1,4 +1,4 @@
-"""Which parameters a run without adapters leaves as they are: patterns over the names of the table.
+"""Patterns over the names of parameters: of those that a run freezes, and of optimizer groups.
 
 A pattern names a parameter, or a module and with it all that the module has: "embedding",
 "blocks.*.mlp.router". A star stands for any text, and "0-3" for the blocks 0 to 3.

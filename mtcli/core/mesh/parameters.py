@@ -46,9 +46,12 @@ def run_parameters(
 def pattern_problems(config: RunConfig) -> list[Problem]:
     """Lists every pattern of a config that matches no parameter, and says where none is left to
     train."""
-    model, freeze = config.model, config.train.freeze
+    model, freeze, groups = config.model, config.train.freeze, config.optimizer.group
     problems = unmatched(parameters(model), freeze, "train.freeze")
-    if not any(p.trained for p in run_parameters(model, config.lora, freeze).values()):
+    trained = {n: p for n, p in run_parameters(model, config.lora, freeze).items() if p.trained}
+    for number, group in enumerate(groups):
+        problems += unmatched(trained, group.match, f"optimizer.group.{number}.match")
+    if not trained:
         problems.append(Problem("all parameters are frozen", "freeze fewer", "train.freeze"))
     return problems
 

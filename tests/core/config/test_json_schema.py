@@ -61,8 +61,9 @@ def test_every_field_has_its_help():
 
 
 def resolved(node):
-    """The definition that a node refers to, by itself or as one of its alternatives."""
-    for one in (node, *node.get("anyOf", ())):
+    """The definition that a node refers to, by itself, as one of its alternatives or for each of
+    its items."""
+    for one in (node, *node.get("anyOf", ()), node.get("items", {})):
         if "$ref" in one:
             return SCHEMA["$defs"][one["$ref"].rpartition("/")[2]]
     return node

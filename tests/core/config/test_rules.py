@@ -237,6 +237,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "one bit updates all parameters alike": (
+        ["sync.method=onebit", "sync.replicas=2", "optimizer.name=lamb",
+         "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
+        "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
+        "leave the groups out, or sync.method = 'all_reduce'"),
     "adapters freeze all weights": (
         ["lora.rank=4", "train.freeze=['embedding']"], 1, "train.freeze",
         "freeze=['embedding'] with lora.rank=4, which freezes all weights",
