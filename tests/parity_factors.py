@@ -501,6 +501,10 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1"},
            optimizer=MUON | GROUPED),
     row_of({"model": "gpt", "cp": "ring", "dp": "2", "zero": "1"}, optimizer=LAMB | GROUPED),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1"},
+           lora=ADAPTED | {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "zero_bubble", "dp": "2"},
+           lora={"rank": 2, "modules_to_save": ["wte"]}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -284,6 +284,8 @@ class LoraConfig(Section):
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
     """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
+    modules_to_save: tuple[str, ...] = ()
+    """trained whole beside adapters, and saved: ["embed_tokens", "lm_head"], or GPT-2's ["wte"]"""
 
 
 class TrainConfig(Section):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 from mtcli.core.config.errors import Problem
+from mtcli.core.config.lora import whole_modules
 from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import adapter_parameters
@@ -30,17 +31,27 @@ TOKEN_TYPES = "token_type_embedding.weight"
 def run_parameters(
     model: ModelConfig, lora: LoraConfig, freeze: tuple[str, ...] = ()
 ) -> dict[str, Parameter]:
-    """Every parameter of a run: the model's, of which patterns `freeze` some; or the model's, all
-    frozen, and adapters."""
+    """Every parameter of a run: the model's, of which patterns `freeze` some; or the model's,
+    frozen but for modules that are trained whole, and adapters."""
     table = parameters(model)
     if not lora.rank:
         frozen = matched(table, freeze)
         return table | {n: replace(table[n], trained=False, frozen=True) for n in frozen}
+    whole = trained_whole(model, lora)
     run_table: dict[str, Parameter] = {}
     for name, parameter in table.items():
-        run_table[name] = replace(parameter, trained=False, frozen=True)
+        run_table[name] = parameter
+        if name not in whole:
+            run_table[name] = replace(parameter, trained=False, frozen=True)
         run_table |= {added.name: added for added in adapter_parameters(parameter, model, lora)}
     return run_table
+
+
+def trained_whole(model: ModelConfig, lora: LoraConfig) -> set[str]:
+    """The parameters of the modules that are trained whole beside adapters."""
+    modules = whole_modules(model) if lora.rank else {}
+    names = {name for module in lora.modules_to_save for name in modules.get(module, ())}
+    return names & parameters(model).keys()
 
 
 def pattern_problems(config: RunConfig) -> list[Problem]:
@@ -175,8 +186,10 @@ def training_flops(
         scores = (forward - 2.0 * _multiplied(model, table)) * max(0, lowest - 1)
         of_inputs = _multiplied(model, (p for p in below if not p.tied))
         return 3.0 * forward - 2.0 * (of_weights + of_inputs) - 2.0 * scores / model.num_layers
-    weights = forward_flops(model, 0)
-    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_active_adapters(model, lora)
+    weights, whole = forward_flops(model, 0), trained_whole(model, lora)
+    of_whole = 2.0 * _multiplied(model, (p for n, p in parameters(model).items() if n in whole))
+    adapters = 6.0 * count_active_adapters(model, lora)
+    return 2.0 * weights + 3.0 * (forward - weights) + of_whole + adapters
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:

@@ -242,6 +242,11 @@ ALSO = {  # further branches of the same rules
          "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
         "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
         "leave the groups out, or sync.method = 'all_reduce'"),
+    "a tied head is no module of its own": (
+        ["lora.rank=4", "lora.modules_to_save=['lm_head']", "model.tie_embeddings=true"], 1,
+        "lora.modules_to_save",
+        "there is no module 'lm_head' to train whole in this model",
+        "known: wte; its head is the embedding"),
     "adapters freeze all weights": (
         ["lora.rank=4", "train.freeze=['embedding']"], 1, "train.freeze",
         "freeze=['embedding'] with lora.rank=4, which freezes all weights",
