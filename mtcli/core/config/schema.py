@@ -151,6 +151,18 @@ class OtherConfig(Section):
     """decoupled; not of biases and norms [optimizer.weight_decay]"""
 
 
+class GroupConfig(Section):
+    """Parameters with a learning rate and weight decay of their own; a parameter is of the first
+    group that matches it."""
+
+    match: tuple[str, ...]
+    """parameters by checkpoints' names, as train.freeze has them: ["embedding", "*.router.*"]"""
+    lr_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 1.0
+    """times the learning rate, whatever its schedule"""
+    weight_decay: Decay | None = None
+    """decoupled; not of biases and norms [optimizer.weight_decay, or optimizer.other's]"""
+
+
 # Defaults of the fields below that an optimizer's name says, each of which may be set.
 OF_OPTIMIZER: dict[str, dict[str, Any]] = {"muon": {"momentum": 0.95, "nesterov": True}}
 
@@ -180,6 +192,8 @@ class OptimizerConfig(Section):
     """muon: every query, key and value head is a matrix of its own"""
     other: OtherConfig | None = None
     """AdamW of the parameters that muon leaves"""
+    group: tuple[GroupConfig, ...] = ()
+    """parameters with a learning rate and weight decay of their own"""
     eps: Epsilon = 1e-8
     """added to the square root of the second moment"""
     weight_decay: Decay = 0.1
@@ -209,7 +223,8 @@ class OptimizerConfig(Section):
         usual = OF_OPTIMIZER.get(self.name, {})
         fields = {field for defaults in OF_OPTIMIZER.values() for field in defaults}
         default = {field: type(self).model_fields[field].default for field in fields} | usual
-        return {field for field in fields if getattr(self, field) == default[field]}
+        same = {field for field in fields if getattr(self, field) == default[field]}
+        return same | ({"group"} if not self.group else set())
 
     def steps_of_decay(self, steps: int) -> int:
         """Returns the steps of the decay in a run of some steps: the given number, or all that the
@@ -289,6 +304,8 @@ class LoraConfig(Section):
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
     """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
+    modules_to_save: tuple[str, ...] = ()
+    """trained whole beside adapters, and saved: ["embed_tokens", "lm_head"], or GPT-2's ["wte"]"""
 
 
 class TrainConfig(Section):
@@ -302,6 +319,8 @@ class TrainConfig(Section):
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     base: PathText | None = None
     """the weights that adapters of train.init are for, where these have moved; --base sets it"""
+    freeze: tuple[str, ...] = ()
+    """parameters left as they are, by checkpoints' names: ["embedding", "blocks.0-3.*"]"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

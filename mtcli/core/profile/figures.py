@@ -103,7 +103,10 @@ class Profile:
     def model_flops(self) -> float:
         """FLOPs of a step that the model needs, with full attention."""
         c = self.config
-        return training_flops(c.model, c.batch.seq_len, c.lora) * self.tokens_per_step
+        return (
+            training_flops(c.model, c.batch.seq_len, c.lora, freeze=c.train.freeze)
+            * self.tokens_per_step
+        )
 
     @property
     def hardware_flops(self) -> float:

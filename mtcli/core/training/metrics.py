@@ -105,6 +105,7 @@ class RunRecords:
         self._append(self.metrics, finite(row))
         if step.step % self.config.train.log_every == 0 or facts.validation or facts.tasks:
             values = {k: v for k, v in row.items() if k not in ("step", "replica_steps")}
+            values = _by_layer(values, step.routers, self.config.model.first_dense_layers)
             for tracker in self.trackers:
                 tracker.log(values, step=step.step)
         return row
@@ -166,7 +167,10 @@ def _row(
 ) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices, and `so_far` the figures
     of the run up to the step."""
-    flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
+    flops_per_token = training_flops(
+        config.model, config.batch.seq_len, config.lora, freeze=config.train.freeze
+    )
+    flops = flops_per_token * step.tokens
     row: dict[str, Any] = {
         "step": step.step,
         "consumed_samples": facts.consumed_samples,
@@ -193,7 +197,20 @@ def _row(
     row |= facts.tasks
     if step.expert_load is not None:
         row["expert_load_max_over_mean"] = step.expert_load
-    return row
+    return row | dict(step.routers)
+
+
+def _by_layer(
+    values: dict[str, Any], figures: Mapping[str, list[float]], first: int
+) -> dict[str, Any]:
+    """Splits a row's figures by layer into values of a name each, as trackers take numbers."""
+    plain = {name: value for name, value in values.items() if name not in figures}
+    split = {
+        f"{name}/{layer}": number
+        for name, numbers in figures.items()
+        for layer, number in enumerate(numbers, first)
+    }
+    return plain | split
 
 
 def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int, list[dict[str, Any]]]:

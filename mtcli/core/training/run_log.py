@@ -18,7 +18,7 @@ from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.exchange.methods import METHODS
-from mtcli.core.mesh.parameters import count_adapters, count_parameters
+from mtcli.core.mesh.parameters import count_adapters, count_parameters, run_parameters
 from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
 from mtcli.core.runtime.console import print_table
 from mtcli.core.runtime.launch import Runtime
@@ -207,6 +207,12 @@ def _first_figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _model(config: RunConfig) -> str:
     """Words the model's size, and the adapters' where only these are trained."""
     words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
+    if freeze := config.train.freeze:
+        table = run_parameters(config.model, config.lora, freeze)
+        trained = sum(p.numel for p in table.values() if p.trained)
+        tied = next((name for name, p in table.items() if p.tied and p.frozen), "")
+        head = f"; the head is tied to {tied}, and is frozen with it" * bool(tied)
+        return f"{words}; {trained:,} are trained{head}"
     if not config.lora.rank:
         return words
     trained = count_adapters(config.model, config.lora)
