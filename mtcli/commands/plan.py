@@ -52,7 +52,8 @@ DeviceKind = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="search every legal layout and show the best K")
+    int | None,
+    typer.Option(min=1, max=1000, help="search every legal layout; show the best of K kinds"),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")

@@ -307,7 +307,9 @@ def _searched(config: RunConfig, request: PlanRequest, top: int, rehearse: Rehea
             config, searched, resized = other, again, f"{resized}{batch:,}"
     if searched.best:
         candidates = tuple(candidate.prediction for candidate in searched.best)
-        title = f"Best {len(candidates)} of {searched.tried:,} layouts{resized}"
+        number = len(candidates)
+        title = f"Best {number} of {searched.tried:,} layouts{resized}"
+        title += ", one of each tp, cp, pp, ep and zero" if number > 1 and searched.by_kind else ""
         title += f", {searched.too_large:,} faster ones do not fit" if searched.too_large else ""
         near = (
             *_other_batch(config, request, candidates[0]),
