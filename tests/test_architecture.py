@@ -48,12 +48,13 @@ ARROWS = {
     "rehearse": STEP | {"training", "plan"},
     "profile": STEP | {"training", "plan", "rehearse"},
     "sweep": STEP | {"training", "plan", "profile"},
+    "library": {"checkpoint", "config", "data", "inference", "plan", "rehearse", "runtime"},
     "doctor": {"config", "kernels", "parallel", "plan", "profile", "runtime"},
     "runs": {"config", "runtime", "checkpoint", "training", "sweep", "profile", "evaluate"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}
     | {"plan", "rehearse", "profile", "sweep", "doctor", "runs"},
-    "cli": {"commands", "config"},
+    "cli": {"commands", "config", "inference", "library"},
 }
 TORCH_FREE = ("config", "mesh", "schedule", "exchange")
 # Modules of other folders that import no torch either: what a command asks before its work.
@@ -68,6 +69,8 @@ LIGHT = (
     "data.subset",
     "evaluate.request",
     "evaluate.tasks.templates",
+    "library.datasets",
+    "library.plans",
     "plan.answer",
     "runtime.atomic_writes",
     "runtime.console",

@@ -28,6 +28,7 @@ from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 # What reads labelled data, by its format; the others are read by more than one head.
 HEAD_OF_FORMAT = {"race": "multiple_choice", "classification": "classification"}
+SAVING_SHARE = 0.01  # of a run's time, that saves by time may take at most
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
@@ -387,6 +388,11 @@ class TrainConfig(Section):
     """the run's name for trackers [WANDB_NAME, or that of the run folder]"""
     tracker_tags: tuple[str, ...] = ()
     """the run's tags for trackers"""
+
+    def seconds_between_saves(self, cost_seconds: float) -> float:
+        """Returns the seconds from one save by time to the next: more than `save_minutes` where
+        training stood still `cost_seconds` for one, so that saves take SAVING_SHARE at most."""
+        return max(60.0 * self.save_minutes, cost_seconds / SAVING_SHARE)
 
 
 class EvalConfig(Section):

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-import mtcli
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import parse_json, read_untrusted
@@ -175,6 +174,6 @@ def _process(number: int) -> Process:
 @cache
 def _code() -> str:
     """The versions of the code that allocates: torch's, and when our files were changed."""
-    files = sorted(Path(mtcli.__file__).parent.rglob("*.py"))
+    files = sorted(Path(__file__).parents[2].rglob("*.py"))
     changed = [(file.name, file.stat().st_mtime_ns) for file in files]
     return f"{version('torch')} {xxhash.xxh3_128_hexdigest(repr(changed).encode())}"
