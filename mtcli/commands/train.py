@@ -15,9 +15,9 @@ from mtcli.commands.options import (
     JsonOut,
     MovedBase,
     Nproc,
+    OptionalConfig,
     Overrides,
     SkipBad,
-    TrainingConfig,
 )
 from mtcli.commands.output import answer, answering, echo
 from mtcli.commands.ranks import num_ranks, run_ranks
@@ -64,7 +64,7 @@ DryRun = Annotated[
 @answering
 def train(
     overrides: Overrides,
-    config: TrainingConfig = None,
+    config: OptionalConfig = None,
     nproc: Nproc = 1,
     resume: Resume = False,
     start_over: StartOver = False,
