@@ -7,7 +7,7 @@ import typer
 from mtcli.commands.options import JsonOut, Overrides, refuse_flags, taken_from_hub
 from mtcli.commands.output import answer, answering, echo, write_json
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
-from mtcli.core.config.names import CONFIGS
+from mtcli.core.config.nameable import CONFIGS
 
 if TYPE_CHECKING:
     from mtcli.core.training.run_config import ResolvedConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.core.config.names import CHECKPOINTS, CONFIGS, HUB, as_hub
+from mtcli.core.config.nameable import CHECKPOINTS, CONFIGS, HUB, as_hub
 
 if TYPE_CHECKING:
     from mtcli.core.config.errors import Problem

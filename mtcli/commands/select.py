@@ -17,7 +17,7 @@ from mtcli.commands.options import (
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 from mtcli.core.config.errors import collect_errors
-from mtcli.core.config.names import CHECKPOINTS
+from mtcli.core.config.nameable import CHECKPOINTS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

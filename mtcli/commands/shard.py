@@ -12,7 +12,7 @@ import typer
 from mtcli.commands.options import JsonOut, MovedBase, Nproc, Overrides, given_flags, named
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.names import CHECKPOINTS
+from mtcli.core.config.nameable import CHECKPOINTS
 
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.folder import CheckpointFolder

@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table, without_steps
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.names import CONFIGS
+from mtcli.core.config.nameable import CONFIGS
 from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.runtime.hub import fetch_config, is_hub, pinned
 

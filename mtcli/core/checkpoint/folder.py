@@ -11,8 +11,8 @@ from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.names import CHECKPOINTS as NAMEABLE
-from mtcli.core.config.names import HUB_NAME, download, near_path
+from mtcli.core.config.nameable import CHECKPOINTS as NAMEABLE
+from mtcli.core.config.nameable import HUB_NAME, download, near_path
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of

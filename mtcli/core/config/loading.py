@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
-from mtcli.core.config.names import CONFIGS, download, near_path
+from mtcli.core.config.nameable import CONFIGS, download, near_path
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.names import HUB, HUB_NAME
+from mtcli.core.config.nameable import HUB, HUB_NAME
 from mtcli.core.config.untrusted import shown
 
 REVISION = re.compile(r"[\w./-]{1,200}")

@@ -4,8 +4,6 @@ of the Hugging Face hub, or the nearest one."""
 import os
 import re
 
-from mtcli.core.config.synonyms import closest
-
 CONFIGS = "a TOML file, a run folder, a preset's name, a Hugging Face folder, or hub:owner/name"
 CHECKPOINTS = "a checkpoint, a run, a Hugging Face, Megatron or DCP folder, or hub:owner/name"
 HUB = "hub:"
@@ -28,6 +26,8 @@ def as_hub(word: str) -> str | None:
 def near_path(name: str, is_folder: bool = False) -> str:
     """Words the path nearest to a missing one, as a clause of a hint; with `is_folder`, of folders
     alone."""
+    from mtcli.core.config.synonyms import closest  # here, not above: help needs none
+
     folder, _, last = name.rpartition(os.sep)
     try:
         names = os.listdir(folder or ("/" if name.startswith(os.sep) else "."))
