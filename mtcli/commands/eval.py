@@ -15,6 +15,7 @@ from mtcli.commands.options import (
     Weights,
     given_flags,
     refuse_flags,
+    taken_from_hub,
 )
 from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
@@ -116,6 +117,7 @@ Ensemble = Annotated[
     typer.Option(
         "--ensemble",
         metavar="CHECKPOINT",
+        callback=taken_from_hub,
         default_factory=list,
         show_default=False,
         help="a further classifier whose probabilities are averaged in, any number of times",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.not_found import near_path
+from mtcli.core.config.nameable import near_path
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 from mtcli.core.runtime.remote import is_remote, list_remote, open_input, path_of

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.not_found import near_path
+from mtcli.core.config.nameable import near_path
 from mtcli.core.training.run_folder import holds_run
 
 MOST_DEPTH = 4  # folders between the one that is given and a run's

@@ -17,6 +17,8 @@ from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
+from mtcli.core.data.loader import RunData
+from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.parameters import count_adapters, count_parameters, run_parameters
 from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
@@ -24,6 +26,7 @@ from mtcli.core.runtime.console import print_table
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
+from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.step import Step
 from mtcli.core.training.token_inputs import packs_documents
 from mtcli.kernels.attention.backends import backend_name, sdpa_backends
@@ -59,6 +62,39 @@ def describe_attention(config: RunConfig, device: torch.device) -> dict[str, str
     return {"sdpa": ", ".join(texts)}
 
 
+def run_header(config: RunConfig, world: int, rank_bytes: int, start: str) -> dict[str, str]:
+    """Words the numbers of a run on `world` ranks, by name; rank 0 has `rank_bytes` of weights,
+    gradients and optimizer, and the weights come from `start`."""
+    tokens, steps = config.batch.tokens_per_step, config.train.steps
+    fills = config.data.format == "tokens" and config.model.head == "lm"
+    most = "" if fills else "at most "  # what fills rows up is no token
+    return {
+        "model": _model(config),
+        "layout": f"{world} ranks: {_axes(config, world)}",
+        "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
+        "run": f"{steps:,} steps, {most}{steps * tokens:,} tokens",
+        "sync": _sync(config, world),
+        "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
+        "from": start,
+        "output": config.train.output,
+    }
+
+
+def data_header(config: RunConfig, batches: RunData, device: torch.device) -> dict[str, str]:
+    """Words what a run reads, by which kernels it attends, and when it saves, by name."""
+    saves = SaveSchedule(config.train, config.data.reselect_every)
+    lines = describe_vocabulary(config) | batches.describe() | describe_attention(config, device)
+    return lines | {"saves": str(saves)}
+
+
+def print_header(config: RunConfig, header: Mapping[str, str]) -> None:
+    """Prints the numbers of a run, and the table of its optimizers where these are several."""
+    for name, text in header.items():
+        sys.stdout.write(visible(f"{name:<7}{text}\n"))
+    if updates := update_table(config.model, config.lora, config.optimizer):
+        print_table(TITLE, COLUMNS, updates)
+
+
 class RunLog:
     """Rank 0's records and messages; the same calls on other ranks print nothing."""
 
@@ -70,36 +106,15 @@ class RunLog:
         self.last_saved: Path | None = None
         self.loss_scale = 1.0  # that was last shown
 
-    def begin(
-        self, runtime: Runtime, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
-    ) -> None:
-        """Prints the run's numbers and opens the record files; `data` are lines on the data, by
-        name."""
-        world = runtime.world
+    def begin(self, runtime: Runtime, header: Mapping[str, str]) -> None:
+        """Prints the run's numbers, by name, and opens the record files."""
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
             return
-        config, tokens = self.config, self.config.batch.tokens_per_step
-        steps = config.train.steps
-        fills = config.data.format == "tokens" and config.model.head == "lm"
-        most = "" if fills else "at most "  # what fills rows up is no token
-        rows = {
-            "model": _model(config),
-            "layout": f"{world} ranks: {_axes(config, world)}",
-            "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
-            "run": f"{steps:,} steps, {most}{steps * tokens:,} tokens",
-            "sync": _sync(config, world),
-            "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
-            "from": resumed_from,
-            "output": config.train.output,
-        }
-        for name, text in (rows | dict(data)).items():
-            sys.stdout.write(visible(f"{name:<7}{text}\n"))
-        if updates := update_table(config.model, config.lora, config.optimizer):
-            print_table(TITLE, COLUMNS, updates)
+        print_header(self.config, header)
         self.begun_at = monotonic()
         if sys.stderr.isatty():
-            total, first = config.train.steps, self.first_step
+            total, first = self.config.train.steps, self.first_step
             self.bar = tqdm(total=total, initial=first, bar_format=BAR, file=sys.stderr)
 
     def step(self, step: Step, facts: StepFacts) -> None:
