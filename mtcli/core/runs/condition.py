@@ -69,6 +69,9 @@ def _ended(folder: Path, progress: Progress, trial: Mapping[str, Any]) -> Condit
     events = last_records(folder / EVENTS)
     if events and events[-1].get("event") == "failed":
         return Condition("failed", str(events[-1].get("reason", "")))
+    for event in events:
+        if event.get("event") == "stopped_early" and event["step"] >= progress.step:
+            return Condition("finished", f"stopped early: {event.get('reason', '')}")
     if trial.get("status") == "diverged":
         return Condition("failed", str(trial.get("reason", "")))
     if progress.steps is not None and progress.step >= progress.steps:

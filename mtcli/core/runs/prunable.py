@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of, unrelated_files
-from mtcli.core.checkpoint.retention import remove_checkpoint, steps_to_remove
+from mtcli.core.checkpoint.retention import Best, remove_checkpoint, steps_to_remove
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.untrusted import listed
 from mtcli.core.runs.disk_size import size_of
+from mtcli.core.runs.records_tail import number
 from mtcli.core.runs.run_summary import fields_of
 from mtcli.core.runtime.atomic_writes import PARTIAL
 from mtcli.core.runtime.private_folder import user_cache
 from mtcli.core.runtime.work_folder import MARK, WorkFolder, lock_output
-from mtcli.core.training.run_folder import SUBSETS, require_own_folders
+from mtcli.core.training.run_folder import METRICS, SUBSETS, require_own_folders, step_records
 from mtcli.core.training.run_lock import lock_folder, lock_holder
 
 Kind = Literal["checkpoint", "leftover", "cache"]
@@ -108,15 +109,16 @@ def free(found: Iterable[Prunable], note: Callable[[str], None]) -> int:
 def _old_checkpoints(
     run: Path, keep: int | None, bases: set[Path], note: Callable[[str], None]
 ) -> Iterator[Prunable]:
-    """Yields the checkpoints beyond those that are kept; never the newest, nor another run's
-    start."""
+    """Yields the checkpoints beyond those that are kept; never the newest, one of the best, nor
+    another run's start."""
     fields = fields_of(run)
-    kept_number = fields.get("train.keep") if keep is None else keep
-    multiple = fields.get("train.keep_every", 0)
-    if type(kept_number) is not int or type(multiple) is not int:
+    kept_number = fields.get("train.keep", 0) if keep is None else keep
+    multiple, num_best = (fields.get(f"train.{name}", 0) for name in ("keep_every", "keep_best"))
+    if not all(type(count) is int for count in (kept_number, multiple, num_best)):
         return
+    best = Best(num_best, _by_validation_loss(run) if num_best else ())
     folders = {step_of(path): path for path in step_folders(run / CHECKPOINTS)}
-    for step in steps_to_remove(list(folders), kept_number, multiple):
+    for step in steps_to_remove(list(folders), kept_number, multiple, best):
         path = folders[step]
         if path.is_symlink():
             continue
@@ -127,6 +129,14 @@ def _old_checkpoints(
         else:
             why = f"older than the newest {kept_number}"
             yield Prunable(path, "checkpoint", size_of(path), why, run)
+
+
+def _by_validation_loss(run: Path) -> tuple[int, ...]:
+    """Lists the steps that were evaluated by their validation loss, the lowest first."""
+    rows = (row for _, row in step_records(run / METRICS)) if (run / METRICS).is_file() else ()
+    losses = {row["step"]: number(row, "valid_loss") for row in rows}
+    evaluated = {step: loss for step, loss in losses.items() if loss is not None}
+    return tuple(sorted(evaluated, key=lambda step: (evaluated[step], step)))
 
 
 def _leftovers(folder: Path) -> Iterator[Prunable]:

@@ -132,6 +132,7 @@ def event_words(events: Sequence[Record]) -> Iterator[str]:
         said = {
             "saved": f"saved step {step}" + (f", {size_words(size)}" if size else ""),
             "save_failed": f"the save of step {step} failed: {event.get('reason')}",
+            "stopped_early": f"stopped early at step {step}: {event.get('reason')}",
             "resumed": f"resumed at step {step}",
             "failed": f"failed after step {step}: {event.get('reason')}",
         }

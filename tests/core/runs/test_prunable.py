@@ -52,6 +52,17 @@ def test_multiples_that_the_config_keeps_stay(tmp_path, notes):
     assert [one.path.name[-2:] for one in found_in(tmp_path, notes)] == ["10", "30"]
 
 
+def test_the_best_that_the_config_keeps_stay(tmp_path, notes):
+    """The losses of steps 10, 20, 30 and 40 are 3, 1, 2 and 5."""
+    train = {"keep": 1, "keep_best": 2}
+    folder = write_run(tmp_path / "a", 40, saved=[10, 20, 30, 40], train=train)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (35, 0.5), (40, 5.0)):
+            file.write(json.dumps({"step": step, "valid_loss": loss}) + "\n")
+    assert [one.path.name[-2:] for one in found_in(tmp_path, notes)] == ["10"]
+    assert [one.path.name[-2:] for one in found_in(tmp_path, notes, keep=2)] == ["10"]
+
+
 @pytest.mark.parametrize("holding", [lock, lock_elsewhere])
 def test_a_run_that_is_held_is_left_as_it_is(runs, notes, holding):
     holding(runs / "a")

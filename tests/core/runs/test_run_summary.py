@@ -47,6 +47,13 @@ def test_a_run_that_nobody_holds_has_finished_stopped_or_failed(tmp_path):
     assert summed(tmp_path / "nan")[1:3] == ("failed", "loss nan")
     add_events(tmp_path / "nan", {"event": "resumed", "step": 20})
     assert summed(tmp_path / "nan").state == "stopped"
+    early = write_run(tmp_path / "early", 20, of=50, saved=[20])
+    add_events(early, {"event": "stopped_early", "step": 20, "reason": "no lower loss"})
+    add_events(early, {"event": "saved", "step": 20, "bytes": 1})
+    assert summed(early)[1:3] == ("finished", "stopped early: no lower loss")
+    (early / "events.jsonl").write_text("")
+    add_events(early, {"event": "stopped_early", "step": 10, "reason": "it has gone on since"})
+    assert summed(early).state == "stopped"
 
 
 def test_a_lock_of_a_living_process_is_a_run_under_way_and_of_a_dead_one_is_dead(tmp_path):
