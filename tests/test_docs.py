@@ -125,6 +125,15 @@ def test_a_page_s_commands_do_what_it_says(page, tmp_path, request):
         assert [line for line in shown if line not in said] == [], f"$ {command}"
 
 
+def test_the_python_of_its_page_runs_block_by_block(tmp_path, tiny_run):
+    shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
+    code = "\n".join(blocks(ROOT / "docs" / "reference" / "python.md", "python"))
+    (tmp_path / "page.py").write_text(code)
+    assert code.count("import mtcli") == 4
+    done = shell("python page.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_configs_of_pages_load(tmp_path):
     for page in PAGES:
         for block in blocks(page, "toml"):

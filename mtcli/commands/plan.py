@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OF_PLANS: tuple[str, ...]
 OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
-OF_PLANS += ("tokens", "price", "minimise", "calibration")
+OF_PLANS += ("tokens", "price", "assume", "minimise", "calibration")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 Fixed = Annotated[
@@ -52,7 +52,8 @@ DeviceKind = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="search every legal layout and show the best K")
+    int | None,
+    typer.Option(min=1, max=1000, help="search every legal layout; show the best of K kinds"),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
@@ -79,13 +80,24 @@ Rank = Annotated[
     int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
 ]
 Tokens = Annotated[
-    float | None,
-    typer.Option(min=1, max=1e18, help="tokens of the run, such as 300e9 [its steps']"),
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="tokens of the run, such as 300e9 or 15T [its steps']: time, saves, failures, kWh",
+    ),
 ]
 Price = Annotated[
     float | None,
+    typer.Option(min=0, max=1e9, help="price of an hour of one device; the same, and money"),
+]
+Assume = Annotated[
+    list[str],
     typer.Option(
-        min=0, max=1e9, help="price of an hour of one device: days, GPU-hours, money and kWh"
+        "--assume",
+        metavar="NAME=VALUE",
+        default_factory=list,
+        show_default=False,
+        help="storage and copy (GB/s), failures (a day of 1,000 devices), restart (minutes), pue",
     ),
 ]
 Minimise = Annotated[
@@ -103,6 +115,7 @@ def plan(
     context: typer.Context,
     overrides: Overrides,
     fixed: Fixed,
+    assume: Assume,
     config: OptionalConfig = None,
     base: MovedBase = None,
     gpus: Gpus = None,
@@ -146,7 +159,7 @@ def plan(
         overrides = with_vocabulary(source, overrides)
         requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
-        asked = with_run(asked, tokens, price, minimise)
+        asked = with_run(asked, tokens, price, minimise, assume)
         if calibration:
             from mtcli.core.profile.calibration_file import measured_device
 

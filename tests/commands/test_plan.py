@@ -291,6 +291,25 @@ def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, t
     assert code == 0 and json.loads(again)["step_seconds"] == pytest.approx(seconds[0])
 
 
+def test_a_whole_run_is_in_table_and_json_and_wrong_figures_are_refused_together(capsys):
+    where = ("gpt2-345m", "--gpus", "8", "--device", "h100", "--set", "parallel.tp=2")
+    flags = ("--tokens", "300B", "--price", "2", "--assume", "storage=10,pue=1.2", "--json", "-")
+    budget = json.loads(run(capsys, *where, *flags)[1])["budget"]
+    assert budget["tokens"] == 300e9 and budget["assumed"]["storage"] == 10.0
+    hours = budget["gpu_hours"]["planned"]
+    assert budget["money"]["planned"] == 2 * hours == 2 * 8 * 24 * budget["days"]["planned"]
+    assert budget["kwh"]["planned"] == pytest.approx(hours * 0.7 * 1.2)
+    saves = budget["checkpoints"]
+    assert saves["write_seconds"] == saves["bytes"] / 10e9 and saves["every_seconds"] == 1800
+    assert saves["all_write_seconds"] == saves["count"] * saves["write_seconds"]
+    words = " ".join(run(capsys, *where, *flags[:-2])[1].split())
+    assert "3e+11 tokens" in words and f"checkpoints {saves['count']:,} of 4.97 GB" in words
+    wrong = ("--tokens", "3X", "--assume", "storage=0", "--set", "optimizer.lr=-1", "--json", "-")
+    code, out, _ = run(capsys, *where, *wrong)
+    fields = [problem["field"] for problem in json.loads(out)["problems"]]
+    assert code == 2 and fields == ["optimizer.lr", "--tokens", "--assume"]
+
+
 def test_fixed_fields_and_sizes_are_kept_in_a_search(capsys):
     fixed = ("--fix", "parallel.tp=4", "--global-batch", "96", "--seq", "512", "--top", "4")
     code, out, _ = run(

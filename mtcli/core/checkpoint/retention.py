@@ -117,7 +117,7 @@ def prune(
             warn(f"{folders[step]} stays: {listed(unrelated)} in it is of no checkpoint")
             continue
         try:
-            _remove(folders[step], warn)
+            remove_checkpoint(folders[step], warn)
         except BlockingIOError:
             pass  # it is being read
         except OSError as error:
@@ -137,7 +137,8 @@ def _link_best(root: Path, best_steps: list[int]) -> None:
         new.replace(root / BEST)
 
 
-def _remove(folder: Path, warn: Callable[[str], None]) -> None:
+def remove_checkpoint(folder: Path, warn: Callable[[str], None]) -> None:
+    """Removes a checkpoint. Raises BlockingIOError where it is being read."""
     try:
         file = open_to_lock(folder / MANIFEST)
     except FileNotFoundError:

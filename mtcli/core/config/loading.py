@@ -21,7 +21,7 @@ from mtcli.core.config.fields import (
     table_header,
 )
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
-from mtcli.core.config.not_found import download, near_path
+from mtcli.core.config.nameable import CONFIGS, download, near_path
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
@@ -198,7 +198,7 @@ def read_table(source: str) -> Table:
             hint = f"name a config, and this in it: mtcli train tiny --set data.train={source}"
             raise wrong(f"{source} is a data set, and no config", hint) from None
         near = closest(source, preset_names()) or near_path(source) or download(source)
-        hint = f"give a TOML file, a run folder, or a preset{near}"
+        hint = f"give {CONFIGS}{near}"
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
     except ValueError as error:
         hint = "a line is [section] or field = value, and text stands in quotes"

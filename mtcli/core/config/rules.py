@@ -27,7 +27,7 @@ from mtcli.core.config.layout_rules import (
     rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
-from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets
+from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets, whole_modules
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -374,6 +374,10 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     lora, m = config.lora, config.model
     if not lora.rank:
         return
+    if config.train.freeze:
+        message = f"freeze={shown(list(config.train.freeze))} with lora.rank={lora.rank}"
+        hint = "leave train.freeze out, or lora.rank = 0"
+        yield Problem(f"{message}, which freezes all weights", hint, "train.freeze")
     if config.parallel.zero == 3:
         message = f"rank={lora.rank} with zero=3: adapters are too small to be sharded by rows"
         yield Problem(message, "parallel.zero = 1", "lora.rank")
@@ -388,6 +392,12 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
             yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
+    modules = whole_modules(m)
+    for name in lora.modules_to_save:
+        if name not in modules:
+            said = f"there is no module {name!r} to train whole in this model"
+            tied = "; its head is the embedding" * m.tie_embeddings
+            yield Problem(said, f"known: {', '.join(modules)}{tied}", "lora.modules_to_save")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -695,7 +705,12 @@ NEEDS = (
         ("conversations", *HEAD_OF_FORMAT),
         "whose length is in steps and which has no lines to read",
     ),
-    Need(("lora.alpha", "lora.dropout", "lora.targets"), "lora.rank", (), "which has no adapters"),
+    Need(
+        ("lora.alpha", "lora.dropout", "lora.targets", "lora.modules_to_save"),
+        "lora.rank",
+        (),
+        "which has no adapters",
+    ),
 )
 
 

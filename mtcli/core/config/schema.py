@@ -28,6 +28,7 @@ from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 # What reads labelled data, by its format; the others are read by more than one head.
 HEAD_OF_FORMAT = {"race": "multiple_choice", "classification": "classification"}
+SAVING_SHARE = 0.01  # of a run's time, that saves by time may take at most
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
@@ -60,7 +61,7 @@ class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
     tp: Ranks = 1
-    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
+    """tensor parallel size; divides num_heads, and divides num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
     tp_rows: Whole = 0
@@ -151,6 +152,18 @@ class OtherConfig(Section):
     """decoupled; not of biases and norms [optimizer.weight_decay]"""
 
 
+class GroupConfig(Section):
+    """Parameters with a learning rate and weight decay of their own; a parameter is of the first
+    group that matches it."""
+
+    match: tuple[str, ...]
+    """parameters by checkpoints' names, as train.freeze has them: ["embedding", "*.router.*"]"""
+    lr_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 1.0
+    """times the learning rate, whatever its schedule"""
+    weight_decay: Decay | None = None
+    """decoupled; not of biases and norms [optimizer.weight_decay, or optimizer.other's]"""
+
+
 # Defaults of the fields below that an optimizer's name says, each of which may be set.
 OF_OPTIMIZER: dict[str, dict[str, Any]] = {"muon": {"momentum": 0.95, "nesterov": True}}
 
@@ -180,6 +193,8 @@ class OptimizerConfig(Section):
     """muon: every query, key and value head is a matrix of its own"""
     other: OtherConfig | None = None
     """AdamW of the parameters that muon leaves"""
+    group: tuple[GroupConfig, ...] = ()
+    """parameters with a learning rate and weight decay of their own"""
     eps: Epsilon = 1e-8
     """added to the square root of the second moment"""
     weight_decay: Decay = 0.1
@@ -193,7 +208,7 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+    """steps of the decay after the warm-up, of wsd at the end; may exceed the run [all left]"""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +224,8 @@ class OptimizerConfig(Section):
         usual = OF_OPTIMIZER.get(self.name, {})
         fields = {field for defaults in OF_OPTIMIZER.values() for field in defaults}
         default = {field: type(self).model_fields[field].default for field in fields} | usual
-        return {field for field in fields if getattr(self, field) == default[field]}
+        same = {field for field in fields if getattr(self, field) == default[field]}
+        return same | ({"group"} if not self.group else set())
 
     def steps_of_decay(self, steps: int) -> int:
         """Returns the steps of the decay in a run of some steps: the given number, or all that the
@@ -289,6 +305,8 @@ class LoraConfig(Section):
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
     """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
+    modules_to_save: tuple[str, ...] = ()
+    """trained whole beside adapters, and saved: ["embed_tokens", "lm_head"], or GPT-2's ["wte"]"""
 
 
 class TrainConfig(Section):
@@ -302,6 +320,8 @@ class TrainConfig(Section):
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     base: PathText | None = None
     """the weights that adapters of train.init are for, where these have moved; --base sets it"""
+    freeze: tuple[str, ...] = ()
+    """parameters left as they are, by checkpoints' names: ["embedding", "blocks.0-3.*"]"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -368,6 +388,11 @@ class TrainConfig(Section):
     """the run's name for trackers [WANDB_NAME, or that of the run folder]"""
     tracker_tags: tuple[str, ...] = ()
     """the run's tags for trackers"""
+
+    def seconds_between_saves(self, cost_seconds: float) -> float:
+        """Returns the seconds from one save by time to the next: more than `save_minutes` where
+        training stood still `cost_seconds` for one, so that saves take SAVING_SHARE at most."""
+        return max(60.0 * self.save_minutes, cost_seconds / SAVING_SHARE)
 
 
 class EvalConfig(Section):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.config.not_found import near_path
+from mtcli.core.config.nameable import near_path
 from mtcli.core.config.schema import CHAT_FILE
 from mtcli.core.config.untrusted import load_json, open_untrusted
 

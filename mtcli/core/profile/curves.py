@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 MOST_POINTS = 2000  # of a curve in a page: more than a screen has columns
 BINS = 40
+MFU = "MFU (%)"
 CURVES = {  # name: (key in metrics.jsonl, factor to the unit)
     "loss": ("loss", 1.0),
     "gradient norm": ("grad_norm", 1.0),
     "learning rate": ("lr", 1.0),
     "tokens/s": ("tokens_per_second", 1.0),
-    "MFU (%)": ("mfu", 100.0),
+    MFU: ("mfu", 100.0),
     "step time (s)": ("step_seconds", 1.0),
 }
 VALIDATION = "validation loss"  # and of each set, with its name behind it

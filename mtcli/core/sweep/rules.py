@@ -37,6 +37,9 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
         yield Problem(message, hint, f"model.{field}")
     yield from _acts_by_one_model(config)
+    if train.freeze:
+        message = "frozen weights are each model's, and those of an array are all trained"
+        yield Problem(message, "train the runs one by one", "train.freeze")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:

@@ -15,7 +15,6 @@ from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors, failed, visible
 from mtcli.core.config.schema import RunConfig, TrainConfig
 from mtcli.core.data.loader import require_data
-from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
@@ -31,7 +30,7 @@ from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
-from mtcli.core.training.run_log import RunLog, describe_attention
+from mtcli.core.training.run_log import RunLog, data_header, run_header
 from mtcli.core.training.save import Saver, run_tokenizer
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
@@ -150,9 +149,8 @@ def _train(
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
     saves = SaveSchedule(config.train, config.data.reselect_every)
-    data = describe_vocabulary(config) | loader.batches.describe()
-    data |= describe_attention(config, runtime.device)
-    log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
+    header = run_header(config, runtime.world, trainer.state_bytes(), str(start))
+    log.begin(runtime, header | data_header(config, loader.batches, runtime.device))
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
     of_tokens = token_bytes(config, valid_loaders)
@@ -163,7 +161,7 @@ def _train(
             saver.finish()
             adopt_current(loader, config, reselect, steps[0].step)
 
-    with closing(log), closing(loader), closing(valid), Saver(trainer, log, last_good) as saver:
+    with log, closing(loader), closing(valid), Saver(trainer, log, last_good) as saver:
         seat = Seat(trainer, samples, log, saver, base, ValidationLosses(config.train, start))
         live = Live(
             [seat],

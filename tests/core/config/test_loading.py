@@ -182,7 +182,8 @@ def test_an_unknown_model_preset_is_one_problem_beside_the_others(config_file):
 def test_an_unknown_source_is_answered_with_the_closest_preset():
     assert _message("gpt2-124") == (
         "error: there is no config file or preset named 'gpt2-124'\n\n"
-        "hint: give a TOML file, a run folder, or a preset; did you mean 'gpt2-124m'?"
+        "hint: give a TOML file, a run folder, a preset's name, a Hugging Face folder, or "
+        "hub:owner/name; did you mean 'gpt2-124m'?"
     )
 
 

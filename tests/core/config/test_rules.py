@@ -244,6 +244,20 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "one bit updates all parameters alike": (
+        ["sync.method=onebit", "sync.replicas=2", "optimizer.name=lamb",
+         "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
+        "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
+        "leave the groups out, or sync.method = 'all_reduce'"),
+    "a tied head is no module of its own": (
+        ["lora.rank=4", "lora.modules_to_save=['lm_head']", "model.tie_embeddings=true"], 1,
+        "lora.modules_to_save",
+        "there is no module 'lm_head' to train whole in this model",
+        "known: wte; its head is the embedding"),
+    "adapters freeze all weights": (
+        ["lora.rank=4", "train.freeze=['embedding']"], 1, "train.freeze",
+        "freeze=['embedding'] with lora.rank=4, which freezes all weights",
+        "leave train.freeze out, or lora.rank = 0"),
     "an encoder's tokens see all others": (
         ["model.architecture=bert", "model.causal=true"], 1, "model.causal",
         "head='mlm' with causal=true: a token would not see those after it",
