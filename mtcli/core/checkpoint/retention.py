@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -121,20 +122,19 @@ def prune(
             pass  # it is being read
         except OSError as error:
             warn(f"old checkpoints in {root} stay, and it fills: {error.strerror}")
+    link = root / BEST
+    with suppress(OSError):
+        if link.is_symlink() and not link.exists():  # its run keeps no best ones any longer
+            link.unlink()
 
 
 def _link_best(root: Path, best_steps: list[int]) -> None:
-    """Lets the link `best` lead to the first of some steps; without any, removes what a run left
-    that kept best ones."""
-    link = root / BEST
-    if not best_steps:
-        if link.is_symlink():
-            link.unlink()
-        return
-    new = partial_name(link)
-    new.unlink(missing_ok=True)
-    new.symlink_to(step_name(best_steps[0]))
-    new.replace(link)
+    """Lets the link `best` lead to the first of some steps, if there are any."""
+    for step in best_steps[:1]:
+        new = partial_name(root / BEST)
+        new.unlink(missing_ok=True)
+        new.symlink_to(step_name(step))
+        new.replace(root / BEST)
 
 
 def remove_checkpoint(folder: Path, warn: Callable[[str], None]) -> None:

@@ -9,14 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.schema import EvalConfig
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.evaluate.bert_tasks import encoder_runs
 from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.packing import BATCH_TOKENS
-from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
+from mtcli.core.evaluate.tasks.registry import (
+    Evaluation,
+    parse_tasks,
+    require_training_tasks,
+    task_runs,
+)
 from mtcli.core.evaluate.tasks.task import TaskOptions, TaskRun
 from mtcli.core.inference.live_model import LiveModel, Trained
 
@@ -25,10 +30,9 @@ class TrainingTasks:
     """The tasks of a run's [[eval]] tables."""
 
     def __init__(self, trained: Trained, tokenizer: Path | None) -> None:
-        """Builds the model and reads each task once; `tokenizer` is the folder that the run's
-        checkpoints get. Collective.
+        """Builds the model; `tokenizer` is the folder that the run's checkpoints get. Collective.
 
-        Raises MtcliError with all that is wrong with the tasks.
+        Raises MtcliError where there is none.
         """
         if tokenizer is None:
             message = "tasks are texts, and the run's data and initial weights name no tokenizer"
@@ -36,7 +40,19 @@ class TrainingTasks:
             raise wrong(message, hint, "eval")
         self.config, self.tokenizer = trained.config, load_tokenizer(tokenizer)
         self.model = LiveModel(trained)
-        collect_errors(*(partial(self._bound, table) for table in self.config.eval))
+
+    def require(self) -> None:
+        """Reads every task once. Raises MtcliError with all that is wrong with them."""
+        require_training_tasks(self.config.eval)
+
+        def read(number: int, table: EvalConfig) -> None:
+            try:
+                self._bound(table)
+            except MtcliError as error:
+                field = f"eval.{number}.task"
+                raise MtcliError(*(p._replace(field=field) for p in error.problems)) from None
+
+        collect_errors(*(partial(read, *pair) for pair in enumerate(self.config.eval)))
 
     def __call__(self, step: int) -> dict[str, float]:
         """Returns the figures of the tasks that are due after a step, by their keys in its record:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors, failed, visible
@@ -51,9 +51,19 @@ from mtcli.core.training.validation_sets import (
     token_bytes,
 )
 
-# The figures of tasks by their keys in a step's record, after that step.
-Tasks = Callable[[int], Mapping[str, float]]
-# Opens them, on the weights of a run whose checkpoints get a tokenizer's folder.
+
+class Tasks(Protocol):
+    """Evaluation tasks on the weights of a run."""
+
+    def require(self) -> None:
+        """Raises MtcliError with all that is wrong with the tasks."""
+
+    def __call__(self, step: int) -> Mapping[str, float]:
+        """Returns the figures of the tasks that are due after a step, by their keys in its record.
+        Collective."""
+
+
+# Opens them for a run; the path is the tokenizer's folder, which its checkpoints get. Collective.
 OpenTasks = Callable[[Trainer, Path | None], Tasks]
 
 
@@ -133,6 +143,8 @@ def _train(
     reselect, open_tasks = commands
     adopt_current(loader, config, reselect, trainer.step)
     tasks = open_tasks(trainer, run_tokenizer(config)) if open_tasks else None
+    if tasks:
+        together(trainer.groups.world, tasks.require)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
@@ -199,7 +211,9 @@ class Live:
     end: Callable[[Seat, str], None]  # of a run that cannot go on; raises where none goes on
     # Called after a step and its saves, with which seats go on and whether all stop.
     after: Callable[[Sequence[Step], Sequence[bool], bool], None]
-    tasks: Tasks = lambda step: {}  # the figures of the tasks that are due after a step
+    tasks: Callable[[int], Mapping[str, float]] = (
+        lambda step: {}
+    )  # the figures of the tasks that are due after a step
     fault: Callable[[], str] = str  # where the step went wrong first
     # Whether a run goes on after a step that is recorded.
     stepped: Callable[[Seat, Step, SetLosses | None], bool] = lambda *_: True

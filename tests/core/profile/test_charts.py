@@ -222,6 +222,17 @@ def test_the_curves_are_drawn_where_they_are_told():
     assert list(resumed.get_xdata()) == [2, 2]
 
 
+def test_named_validation_sets_share_the_loss_s_picture_and_a_task_has_its_own():
+    names = ("loss", "validation loss", "validation loss wiki", "eval/race/accuracy")
+    curves = {name: {"steps": [1], "values": [float(n)]} for n, name in enumerate(names)}
+    loss, task = charts.curves(curves)
+    assert (loss.title, task.title) == ("loss", "eval/race/accuracy")
+    lines = axes_of(loss).lines
+    assert [list(line.get_ydata()) for line in lines] == [[0.0], [1.0], [2.0]]
+    assert len({line.get_color() for line in lines}) == 3
+    assert [list(line.get_ydata()) for line in axes_of(task).lines] == [[3.0]]
+
+
 def test_a_histogram_counts_every_step():
     drawn = boxes_of(charts.step_histogram([1.0, 1.0, 2.0, 30.0]))
     assert sum(height for *_, height in drawn) == 4

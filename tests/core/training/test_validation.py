@@ -142,6 +142,15 @@ def test_the_link_goes_with_the_best_checkpoints_of_a_run_that_keeps_none(config
     assert steps_in(config) == ([20], None)
 
 
+def test_another_s_link_of_that_name_stays_in_a_run_that_keeps_no_best(config_for, tmp_path):
+    config = config_for("run", keep=1, steps=4)
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    (root / "best").symlink_to(tmp_path)
+    run_ranks(1, run, config, LOSSES)
+    assert (root / "best").readlink() == tmp_path
+
+
 def test_a_run_ends_after_so_many_evaluations_without_a_lower_loss(config_for):
     config = config_for("run", keep=1, keep_best=1, patience=3)
     ((answer, out, err),) = run_ranks(1, run, config, LOSSES)
