@@ -50,8 +50,8 @@ Cover = Annotated[
         metavar="EPS",
         min=0.0,
         max=1e9,
-        help="choose the fewest whose bound of the gradient's error is at most EPS times the sum "
-        "of all sequences' gradient norms; 0.5 is half of it",
+        help="choose the fewest sequences whose weighted gradient is near that of all: at most EPS "
+        "times the sum of all sequences' gradient norms",
     ),
 ]
 Output = Annotated[str, typer.Option("--output", metavar="FILE", help="the subset, as JSON")]

@@ -397,8 +397,8 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
     if dropped := left_out(source, plan):
         why = "the model is new" if plan.recipe else "Hugging Face's format has no place for it"
-        why = "it is of adapters" if source.adapters else why
-        line += f"; leaving out {', '.join(dropped)}: {why}"
+        why = "it belongs to the adapters" if source.adapters else why
+        line += f"; leaving out {', '.join(dropped)}, since {why}"
     if source.unread:
         line += f"; not reading {', '.join(source.unread)}"
     return line

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mtcli.core.config.loading import Table
     from mtcli.core.config.schema import RunConfig
     from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.training.loop import OpenTasks
     from mtcli.core.training.reselect import Reselect
 
 Resume = Annotated[
@@ -88,7 +89,14 @@ def train(
         from mtcli.core.training.loop import train as train_run
 
         reselect = _reselect(run, runtime) if run.data.reselect_every else None
-        return train_run(run, runtime, resume=resume, anew=start_over, reselect=reselect)
+        started = {"resume": resume, "anew": start_over}
+        return train_run(
+            run,
+            runtime,
+            **started,
+            reselect=reselect,
+            open_tasks=_open_tasks() if run.eval else None,
+        )
 
     goes_on = partial(how_it_goes_on, Path(run.train.output))
     if run_ranks(nproc, run.train, work, max_restarts, goes_on) is False:  # it was told to stop
@@ -100,6 +108,13 @@ def _reselect(run: "RunConfig", runtime: "Runtime") -> "Reselect":
     from mtcli.core.select.reselect import select_again
 
     return partial(select_again, run, runtime)
+
+
+def _open_tasks() -> "OpenTasks":
+    """Imports evaluation, for runs with [[eval]] tables alone."""
+    from mtcli.core.evaluate.during_training import TrainingTasks
+
+    return TrainingTasks
 
 
 def _own_folder(config: str | None) -> list[str]:
@@ -119,6 +134,7 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool, an
     from mtcli.core.config.loading import read_config
     from mtcli.core.data.loader import require_data
     from mtcli.core.data.subset import require_subset
+    from mtcli.core.evaluate.tasks.registry import require_training_tasks
     from mtcli.core.training.run_lock import require_startable
 
     config, _ = read_config(source, overrides)
@@ -127,6 +143,7 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool, an
     steps = [
         lambda: require_data(config),
         lambda: require_subset(config),
+        lambda: require_training_tasks(config.eval),
         lambda: require_startable(Path(config.train.output), resume, anew),
     ]
     collect_errors(*steps, *([] if resume else [lambda: require_weights(config)]))

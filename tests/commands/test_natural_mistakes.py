@@ -56,8 +56,9 @@ MISTAKES = [  # what is typed, the error, and its hint
      "stages = ['exact']"),
     ("curate texts --output c --stages exact", "--stages: there is no such option",
      "curate --help`"),
-    ("curate pages --output c", "pages holds no file to read, and 1 others: 1 .html",
-     ".warc, "),
+    ("curate scans --output c", "scans holds no file to read, but others: 1 .pdf", ".warc, "),
+    ("preprocess pages --output d --tokenizer bytes", "pages holds no file to read",
+     "mtcli curate makes text of .html"),
     ("shard texts out --to safetensors", "--to: 'safetensors' should be", "did you mean 'hf'?"),
     ("data list tiny --step 1", "there is no mtcli data list", "mtcli data explain"),
 ]
@@ -68,7 +69,13 @@ MISTAKES = [  # what is typed, the error, and its hint
 def folder(tmp_path_factory):
     """A folder with text, a data set data/t, and files that are none."""
     folder = tmp_path_factory.mktemp("mistakes")
-    files = {"texts/a.txt": "text", "pages/a.html": "<p>", "list.json": "[{}]", "x.yaml": "a: 1\n"}
+    files = {
+        "texts/a.txt": "text",
+        "pages/a.html": "<p>",
+        "scans/a.pdf": "%",
+        "list.json": "[{}]",
+        "x.yaml": "a: 1\n",
+    }
     files |= {"chats.jsonl.gz": ""}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

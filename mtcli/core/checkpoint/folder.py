@@ -18,6 +18,7 @@ from mtcli.core.runtime.atomic_writes import folder_of
 from mtcli.core.runtime.hub import fetch_small, is_hub
 
 CHECKPOINTS = "checkpoints"  # of a run folder
+BEST = "best"  # among them, a link to the one with the lowest validation loss
 CONFIG = "config.toml"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
@@ -115,6 +116,8 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
         if source.format not in ("hf", "peft"):
             raise wrong(f"{path} holds no Hugging Face model", KINDS)
         return source._replace(hub=str(path))
+    if path.name == BEST and path.is_symlink():
+        path = path.parent / path.readlink()  # whose name has the step
     return _find_local(path)
 
 

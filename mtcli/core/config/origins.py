@@ -31,9 +31,10 @@ def values_of(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def entries(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (section.name, value) of each entry of a config's table."""
+    """Yields (section.name, value) of each entry of a config's table; a field that is a table of
+    names is an entry."""
     for name, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and section_at(RunConfig, f"{path}{name}".split(".")):
             yield from entries(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

@@ -6,6 +6,7 @@ own.
 """
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 LARGEST_NARROW_DECAY = 1 - 2**-8  # of a mean that is kept in bfloat16
+SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -94,7 +96,7 @@ def refusal(
         return MtcliError(*all_problems)
 
     def legal(candidate: RunConfig, world: int) -> bool:
-        rules = (rule for rule in (*RULES, *more) if rule not in without)
+        rules = (rule for rule in (*RULES, *more) if rule not in (*without, *OF_DATA))
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
@@ -443,8 +445,7 @@ def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks the words of the data section without reading files."""
     d = config.data
-    named = (("data.train", d.train), ("data.valid", d.valid))
-    blends = (partial(read_blend, words, field) for field, words in named if words)
+    blends = (partial(read_blend, words, field) for field, words in d.words_by_field.items())
     try:
         *read, (train, valid, _) = collect_errors(
             *blends, partial(read_split, d.split, "data.split")
@@ -460,6 +461,44 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     for name in (name for name, share in needed.items() if not share):
         message = f"split {d.split!r} gives {name} a share of 0"
         yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
+
+
+def validation_sets_have_names(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the names of validation sets, which are parts of metrics' names, and train.best_of."""
+    sets, best = config.data.valid, config.train.best_of
+    names = list(sets) if isinstance(sets, dict) else []
+    for name in names:
+        if not SET_NAME.fullmatch(name):
+            message = f"a validation set is called {shown(name)}"
+            yield Problem(message, "letters, digits, - and _, such as wiki", "data.valid")
+    if best is not None and best not in names:
+        message = f"best_of={best!r}, and data.valid is no table of names"
+        hint = 'data.valid = {wiki = "data/wiki", code = "data/code"}, or leave best_of out'
+        if names:
+            message, hint = f"best_of={best!r} is no set of data.valid", either(map(repr, names))
+        yield Problem(message, hint, "train.best_of")
+
+
+def validation_is_computed(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a run that goes by its validation loss computes one."""
+    train, data = config.train, config.data
+    if train.eval_every:  # then the data is checked
+        return
+    without, hint = "eval_every=0", "train.eval_every of 1 or more"
+    if not data.valid and not _holds_out(data.split):
+        without += " and no data.valid"
+        hint += " and data.valid, or a valid part of data.split"
+    for name in ("keep_best", "patience"):
+        if count := getattr(train, name):
+            message = f"{name}={count} with {without}: there is no validation loss"
+            yield Problem(message, f"{hint}, or {name} = 0", f"train.{name}")
+
+
+def _holds_out(split: str) -> bool:
+    try:
+        return read_split(split)[1] > 0.0
+    except MtcliError:
+        return True  # which is a problem of its own
 
 
 def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -710,14 +749,21 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "leave it out", "parallel.sequence_parallel")
 
 
+# Of sections that no layout changes.
+OF_DATA: tuple[Rule, ...] = (
+    data_fits_head,
+    data_is_shared_out,
+    validation_sets_have_names,
+    validation_is_computed,
+    subsets_are_of_sequences,
+)
+
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
 TRAINING_RULES: tuple[Rule, ...] = (
     next_tokens_are_hidden,
     fields_are_used,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
 )
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
@@ -751,9 +797,7 @@ RULES: tuple[Rule, ...] = (
     _adapters_fit,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
     _trackers_differ,
 )
 

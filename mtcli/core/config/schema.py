@@ -5,6 +5,7 @@ every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
 import re
+from collections.abc import Mapping
 from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
@@ -59,7 +60,7 @@ class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
     tp: Ranks = 1
-    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
+    """tensor parallel size; divides num_heads, and divides num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
     tp_rows: Whole = 0
@@ -206,7 +207,7 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+    """steps of the decay after the warm-up, of wsd at the end; may exceed the run [all left]"""
 
     @model_validator(mode="before")
     @classmethod
@@ -248,8 +249,8 @@ class DataConfig(Section):
     """tokens, conversations [.jsonl .json .parquet, .jsonl.gz], labelled lines, RACE's folders"""
     train: Sources = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
-    valid: Sources = ()
-    """the same for validation [the valid part of split]"""
+    valid: Annotated[dict[str, Sources] | Sources, AnyOf] = ()
+    """the same for validation, or a table of them by name [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid, test of each dataset [other formats than tokens: 1,0,0]"""
     subset: PathText | None = None
@@ -270,6 +271,25 @@ class DataConfig(Section):
     """leave bad examples and too long ones out, and count them"""
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] | None = None
     """key of the order of the data, and of what is masked in it [seed]"""
+
+    @property
+    def valid_sets(self) -> Mapping[str, tuple[str, ...]]:
+        """The words of each validation set by name; one without a name where `valid` is no table,
+        and without words where it is a part of the training data."""
+        return self.valid if isinstance(self.valid, dict) else {"": self.valid}
+
+    @property
+    def words_by_field(self) -> Mapping[str, tuple[str, ...]]:
+        """The words of `train` and of each validation set by field, such as data.valid.wiki;
+        without what is not set."""
+        valid = {f"data.valid.{name}": words for name, words in self.valid_sets.items() if name}
+        alone = {"data.train": self.train, "data.valid": self.valid_sets.get("", ())}
+        return {field: words for field, words in alone.items() if words} | valid
+
+    @property
+    def valid_words(self) -> tuple[str, ...]:
+        """The words of all validation sets."""
+        return tuple(word for words in self.valid_sets.values() for word in words)
 
 
 class LoraConfig(Section):
@@ -335,12 +355,18 @@ class TrainConfig(Section):
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0
     """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
+    keep_best: Whole = 0
+    """evaluations with the lowest losses whose checkpoints are saved and kept besides; 0 none"""
     async_save: bool = True
     """train on while a checkpoint is written from a copy in host memory"""
     eval_every: Whole = 0
     """steps between evaluations on data.valid; 0 never"""
     eval_batches: Positive = 8
     """global batches of an evaluation"""
+    patience: Whole = 0
+    """the run ends after so many evaluations without a lower loss; 0 never"""
+    best_of: str | None = None
+    """the validation set by whose loss keep_best and patience go [the mean over sets]"""
     log_every: Positive = 1
     """steps between progress lines and tracker records"""
     timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0
@@ -363,6 +389,17 @@ class TrainConfig(Section):
     """the run's tags for trackers"""
 
 
+class EvalConfig(Section):
+    """A task that is evaluated on the weights of the run; any number of tables."""
+
+    task: str
+    """NAME=PATH, FILE.toml=PATH or lm_eval:NAME, as `mtcli eval --task` takes it"""
+    every: Positive
+    """steps between evaluations"""
+    limit: Whole = 0
+    """items of each kind; 0 all"""
+
+
 class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same curve on any layout."""
 
@@ -376,11 +413,18 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
+    eval: tuple[EvalConfig, ...] = ()
+    """tasks that are evaluated while the run trains"""
 
     @property
     def data_seed(self) -> int:
         """The key of the order of the data."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    def validating(self, name: str) -> "RunConfig":
+        """Returns the config with one of its validation sets as the only one."""
+        data = self.data.model_copy(update={"valid": self.data.valid_sets[name]})
+        return self.model_copy(update={"data": data})
 
     def num_replicas(self, world: int) -> int:
         """Returns the number of copies of the model that may differ on `world` ranks."""

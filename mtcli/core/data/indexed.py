@@ -226,6 +226,16 @@ def max_token_id(prefix: str | Path) -> int | None:
     return value if type(value) is int else None
 
 
+def stated_token_bytes(prefix: str | Path) -> float | None:
+    """Returns the mean bytes of text of a token in the data at `prefix`, where `PREFIX.json` has
+    both numbers."""
+    facts = describe(prefix) or {}
+    tokens, text = facts.get("tokens"), facts.get("text_bytes")
+    if not isinstance(tokens, int) or not isinstance(text, int) or min(tokens, text) <= 0:
+        return None
+    return text / tokens
+
+
 def tokenizer_size(prefix: str | Path) -> int | None:
     """Returns the vocabulary size of the tokenizer that wrote the data at `prefix`, where
     `PREFIX.json` has it."""

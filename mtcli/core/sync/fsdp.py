@@ -52,17 +52,18 @@ class FullyShardedDataParallel(Strategy):
         """`stages` are on the meta device, and compute in `dtype`. Ranks sum gradients in `least`,
         or in `dtype` where that is wider."""
         _shard(stages, ownership, dtype, torch.promote_types(dtype, least))
-        self.stages, self.ownership, table = stages, ownership, ownership.table
-        sharded = {
+        self.stages, self.ownership, self.dtype = stages, ownership, dtype
+        table = ownership.table
+        self.sharded = {
             name: cast(DTensor, parameter)
             for stage in stages.values()
             for name, parameter in stage.named_parameters()
             if table[name].trained or table[name].frozen
         }
-        self.parameters = {name: x for name, x in sharded.items() if table[name].trained}
+        self.parameters = {name: x for name, x in self.sharded.items() if table[name].trained}
         self.shards = unsharded(stages, table) | {
             name: OwnedShard(table[name], parameter.to_local().data, ownership.rows(name))
-            for name, parameter in sharded.items()
+            for name, parameter in self.sharded.items()
         }
         for name, (_, tensor, rows) in self.shards.items():
             assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
@@ -76,6 +77,15 @@ class FullyShardedDataParallel(Strategy):
     def weights(self) -> dict[str, Tensor]:
         """The owned rows of trained parameters: all that this rank has of them."""
         return {name: self.shards[name].tensor for name in self.parameters}
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, Tensor]:
+        """Gathers the rows of sharded parameters, in the dtype of computation. Collective."""
+        gathered = {
+            name: cast(DTensor, parameter.to(self.dtype)).full_tensor()
+            for name, parameter in self.sharded.items()
+        }
+        return super().full_weights() | gathered
 
     def gradient_buffers(self) -> list[Tensor]:
         """Lists the memory that gradients take."""

@@ -137,7 +137,7 @@ def resolve(name: str, overrides: Sequence[str] = (), world: int | None = None) 
 
 def _inputs(config: RunConfig) -> list[str]:
     """Lists the paths on which the steps of a run's epochs depend."""
-    paths = (*config.data.train, *config.data.valid, config.data.tokenizer, config.train.init)
+    paths = (*config.data.train, *config.data.valid_words, config.data.tokenizer, config.train.init)
     return [path for path in paths if path]
 
 

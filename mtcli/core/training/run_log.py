@@ -3,18 +3,17 @@
 Progress is a bar on a terminal, and elsewhere a line now and then, of names and values.
 """
 
-import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
 
-from mtcli.core.config.errors import visible
+from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
@@ -76,7 +75,7 @@ class RunLog:
     ) -> None:
         """Prints the run's numbers and opens the record files; `data` are lines on the data, by
         name."""
-        world, self.device = runtime.world, runtime.device
+        world = runtime.world
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
             return
@@ -113,7 +112,7 @@ class RunLog:
             self.warn(f"step {step.step} skipped, {what}")
         is_due = step.step % self.config.train.log_every == 0
         if self.bar is None:
-            ends = step.step == self.config.train.steps or "valid_loss" in row
+            ends = step.step == self.config.train.steps or "valid_loss" in row or facts.tasks
             if ends or (is_due and monotonic() - self.line_at >= LINE_SECONDS):
                 self.line_at = monotonic()
                 self._say(f"step {step.step}/{self.config.train.steps} {self._figures(row)}")
@@ -128,6 +127,9 @@ class RunLog:
         figures = {"loss": f"{row['loss']:.4f}"}
         if "valid_loss" in row:
             figures["valid"] = f"{row['valid_loss']:.4f}"
+        named = {key: key.removeprefix("valid_loss/") for key in row if "valid_loss/" in key}
+        named |= dict(_first_figures(row))
+        figures |= {name: f"{row[key]:.4f}" for key, name in named.items()}
         figures["grad_norm"] = f"{row['grad_norm']:.4g}"
         figures["tokens/s"] = f"{row['tokens_per_second']:.0f}"
         if row["mfu"] is not None:
@@ -137,7 +139,7 @@ class RunLog:
             self.loss_scale = row["loss_scale"]
             figures["loss_scale"] = f"{self.loss_scale:g}"
         if self.bar is None:
-            figures["memory_gib"] = f"{_peak_memory(self.device) / 2**30:.2f}"
+            figures["memory_gib"] = f"{row['memory_bytes'] / 2**30:.2f}"
             done = row["step"] - self.first_step
             left = (monotonic() - self.begun_at) / done * (self.config.train.steps - row["step"])
             figures["left"] = str(timedelta(seconds=round(left)))
@@ -147,12 +149,17 @@ class RunLog:
         """Records a checkpoint, and how long training stood still for it."""
         self.last_saved = save.folder
         self.records.saved(save)
-        text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
+        text = f"saved {save.folder}: {save.bytes:,} bytes, training waited "
         self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
 
     def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
         """Records and warns of a checkpoint that was not written."""
         self.records.save_failed(step, reason, last_good)
+
+    def stopped_early(self, step: int, reason: str) -> None:
+        """Records that the run ends before its last step, as its validation loss does not fall."""
+        self.records.event("stopped_early", {"step": step, "reason": reason})
+        self._say(f"finished: stopped early at step {step}, as {reason}")
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
@@ -161,6 +168,17 @@ class RunLog:
     def _say(self, text: str) -> None:
         if self.speaks:
             write_line(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Closes the log; an error is recorded as what ended the run."""
+        if isinstance(error, MtcliError):
+            self.records.failed(error.problems[0].message)
+        elif isinstance(error, Exception):
+            self.records.failed(f"{type(error).__name__}: {error}")
+        self.close()
 
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
@@ -176,11 +194,14 @@ class RunLog:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
 
 
-def _peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank has held: of a GPU's memory, or of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _first_figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (key, name) of the first figure of each task in a step's record."""
+    tasks = set()
+    for key in (key for key in row if key.startswith("eval/")):
+        task = key.split("/")[1]
+        if task not in tasks:
+            yield key, task
+        tasks.add(task)
 
 
 def _model(config: RunConfig) -> str:

@@ -20,7 +20,13 @@ from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.checkpoint.run_progress import BaseRecord, RandomState, RunProgress, progress_of
+from mtcli.core.checkpoint.run_progress import (
+    BaseRecord,
+    RandomState,
+    RunProgress,
+    ValidationState,
+    progress_of,
+)
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
@@ -189,11 +195,16 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def progress(
-    trainer: RunState, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
+    trainer: RunState,
+    samples: ConsumedSamples | None = None,
+    base: BaseRecord | None = None,
+    validation: ValidationState | None = None,
 ) -> RunProgress:
-    """The run's progress for a checkpoint, with its samples and its adapters' base where given."""
+    """The run's progress for a checkpoint, with its samples, its adapters' base and its validation
+    losses where given."""
     return RunProgress(
         base=base,
+        validation=validation,
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
         loss_scale=trainer.loss_scale.state(),
