@@ -51,9 +51,8 @@ class Router(nn.Module):
             model.router_top_groups,
         )
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing, Tensor | None]:
-        """(x_TD with the auxiliary losses' gradients attached, the routing of its tokens, their
-        statistics for `counted`: None where nothing is trained or several models are)."""
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
+        """(x_TD with the auxiliary losses' gradients attached, the routing of its tokens)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         bias = None if self.linear_bias is None else self.linear_bias.to(wide)
         logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide), bias)
@@ -63,7 +62,7 @@ class Router(nn.Module):
         real_T = None
         if inputs.padding is not None:
             real_T = ~self.build.my_tokens(inputs.padding.flatten())
-        kept_Tk, statistics = self._kept(scores_TE.detach(), experts, real_T, inputs), None
+        kept_Tk = self._kept(scores_TE.detach(), experts, real_T, inputs)
         if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
             if not self.choice.softmax:
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -72,40 +71,30 @@ class Router(nn.Module):
             losses = self._losses(logits_TE, scores_TE, experts, real_T, inputs)
             total = self._weighted(losses, like=logits_TE)
             x_TD = _WithLoss.apply(x_TD, total, inputs.aux_scale)  # type: ignore[no-untyped-call]  # torch
-            if self.build.num_models == 1:
-                statistics = self._statistics(scores_TE, experts, real_T, kept_Tk, losses)
+            # A forward in a backward recomputes one that has counted; an array has several models.
+            if self.build.num_models == 1 and torch._C._current_graph_task_id() < 0:
+                self._count(scores_TE, experts, real_T, kept_Tk, losses)
         numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
-        return x_TD, Routing(weights, numbers, kept_Tk, count), statistics
-
-    def counted(self, y_TD: Tensor, statistics: Tensor | None) -> Tensor:
-        """Returns the layer's output; `statistics` count once, in its backward. An output without
-        one counts now, unless a backward is under way, which then computes this forward again."""
-        if statistics is None:
-            return y_TD
-        if y_TD.requires_grad:
-            return _Counted.apply(y_TD, statistics, self.statistics)  # type: ignore[no-untyped-call, no-any-return]  # torch
-        if torch._C._current_graph_task_id() < 0:
-            self.statistics.add_(statistics)
-        return y_TD
+        return x_TD, Routing(weights, numbers, kept_Tk, count)
 
     @torch.no_grad()
-    def _statistics(
+    def _count(
         self,
         scores_TE: Tensor,
         experts: Tensor,
         real_T: Tensor | None,
         kept_Tk: Tensor | None,
         losses: dict[str, Tensor],
-    ) -> Tensor:
-        """The statistics [E + figures] of this micro-batch; scores of padding are 0."""
+    ) -> None:
+        """Adds this micro-batch to the statistics of the step; scores of padding are 0."""
         ones = torch.ones_like(experts) if real_T is None else real_T[:, None].expand_as(experts)
-        loads_E = torch.zeros_like(self.load_E)
-        loads_E.scatter_add_(0, experts.flatten(), ones.flatten().to(loads_E.dtype))
+        copies = ones.flatten().to(self.load_E.dtype)
+        self.load_E.scatter_add_(0, experts.flatten(), copies)
         sums = {"entropy": torch.special.entr(scores_TE).sum()} | losses
         if kept_Tk is not None:
             sums["kept"] = kept_Tk.sum()
         figures = [sums[name].double().view(1) for name in summed_figures(self.model)]
-        return torch.cat([loads_E, *figures])
+        self.statistics[len(self.load_E) :] += torch.cat(figures)
 
     def capacity(self, inputs: Inputs) -> int:
         """Rows per expert and rank where all are padded to the capacity; else 0."""
@@ -240,20 +229,3 @@ class _WithLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         shape, dtype = ctx.of_loss
         return grad, grad.new_ones(shape, dtype=dtype) * ctx.scale, None
-
-
-class _Counted(torch.autograd.Function):
-    """Returns y; its backward adds this micro-batch's statistics to those of the step.
-
-    Counting in backward is exact under recompute, which runs a forward twice and its backward once.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, statistics: Tensor, total: Tensor) -> Tensor:
-        ctx.statistics, ctx.total = statistics, total
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.total.add_(ctx.statistics)
-        return grad, None, None

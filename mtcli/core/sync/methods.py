@@ -48,10 +48,8 @@ def strategy_for(
     """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
     parallel, least = config.parallel, DTYPES[config.train.gradients]
     table = run_parameters(config.model, config.lora, config.train.freeze)
-    sharded = allocates_shards(config, groups.layout)
-    shards = parallel.zero > 0, sharded
-    ownership = Ownership(groups, table, parallel.sequence_parallel, *shards)
-    if not sharded:
+    ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
+    if not allocates_shards(config, groups.layout):
         build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages
         # Graphs read weights without a module's hooks, and other replicas change weights later.
         waits_in_forward = config.sync.method == "all_reduce" and not config.train.cuda_graphs
