@@ -1,6 +1,7 @@
 """mtcli: text to a trained, evaluated and profiled large transformer.
 
-`open`, `tokens` and `plan` are its Python interface (docs/python.md). Each is imported on use.
+`open`, `tokens` and `plan` are its Python interface (docs/reference/python.md).
+Each is imported on use.
 """
 
 TYPE_CHECKING = False  # for type checkers it is True; `import mtcli` imports nothing

@@ -1,4 +1,4 @@
-"""Writes the field tables of docs/config.md from the config's own types and docstrings.
+"""Writes the field tables of docs/reference/config.md from the config's own types and docstrings.
 
 python scripts/config_docs.py          # after a field has changed
 python scripts/config_docs.py --check  # exit 1 where the page is not current
@@ -12,12 +12,12 @@ from typing import Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtcli.core.config.fields import FieldKind, field_kind, section_at
+from mtcli.core.config.fields import FieldKind, field_kind, section_at, table_header
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.origins import missing_default
 from mtcli.core.config.schema import RunConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
 
 
@@ -42,13 +42,14 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
     rows, inside = [], []
     for name, field in section.model_fields.items():
         if inner := section_at(section, [name]):
-            inside += sections(inner, f"{path}.{name}".lstrip("."))
+            item = ".0" if field_kind(field).holds_tables else ""
+            inside += sections(inner, f"{path}.{name}{item}".lstrip("."))
         else:
             default = _default(section, name, field)
             rows.append(
                 f"| `{name}` | {_type(field_kind(field))} | {default} | {field.description} |\n"
             )
-    title = f"`[{path}]`" if path else "The top level"
+    title = f"`{table_header(path)}`" if path else "The top level"
     columns = "| field | type | default | meaning |\n|---|---|---|---|\n"
     return [
         f"\n### {title}\n\n{' '.join(section.__doc__.split())}\n\n{columns}" + "".join(rows),

@@ -21,8 +21,11 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("train texts", "the folder texts has no config.toml", "`mtcli preprocess texts --output DATA"),
     ("train x.yaml", "x.yaml is not TOML",
      "`mtcli plan tiny --gpus 1 --output run.toml` writes one"),
-    ("train owner/name-7B", "no config file or preset named 'owner/name-7B'",
-     "a model of the Hugging Face hub is hub:owner/name-7B"),
+    ("train owner/name-7B", "the hub does not give hub:owner/name-7B",
+     "`hf download owner/name-7B --local-dir name-7B`, and name that folder"),
+    ("train configs/run.toml", "no config file or preset named 'configs/run.toml'",
+     "a Hugging Face folder, or hub:owner/name"),
+    ("train texts/b.5", "no config file or preset named 'texts/b.5'", "mean 'texts/a.txt'?"),
     ("train gpt2", "no config file or preset named 'gpt2'", "did you mean 'gpt2-1.5b'?"),
     ("train tiny --set data.train=texts", "texts is no data set yet",
      "`mtcli preprocess texts --output"),
@@ -46,8 +49,8 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("generate texts --prompt hi --temp 1", "--temp: there is no such option", "--temperature?"),
     ("generate texts --prompt hi --top-p 90%", "--top-p: '90%' should be a number", "0.9\n"),
     ("generate text --prompt hi", "there is no folder text", "did you mean 'texts'?"),
-    ("eval owner/name --task lambada=x", "there is no folder owner/name",
-     "a model of the Hugging Face hub is hub:owner/name"),
+    ("eval owner/name --task lambada=x", "the hub does not give hub:owner/name",
+     "`hf download owner/name --local-dir name`"),
     ("preprocess text --output d --tokenizer bytes", "there is no file or folder text",
      "did you mean 'texts'?"),
     ("preprocess *.text --output d --tokenizer bytes", "no file matches *.text", "globs"),
@@ -56,8 +59,9 @@ MISTAKES = [  # what is typed, the error, and its hint
      "stages = ['exact']"),
     ("curate texts --output c --stages exact", "--stages: there is no such option",
      "curate --help`"),
-    ("curate pages --output c", "pages holds no file to read, and 1 others: 1 .html",
-     ".warc, "),
+    ("curate scans --output c", "scans holds no file to read, but others: 1 .pdf", ".warc, "),
+    ("preprocess pages --output d --tokenizer bytes", "pages holds no file to read",
+     "mtcli curate makes text of .html"),
     ("shard texts out --to safetensors", "--to: 'safetensors' should be", "did you mean 'hf'?"),
     ("data list tiny --step 1", "there is no mtcli data list", "mtcli data explain"),
 ]
@@ -68,7 +72,13 @@ MISTAKES = [  # what is typed, the error, and its hint
 def folder(tmp_path_factory):
     """A folder with text, a data set data/t, and files that are none."""
     folder = tmp_path_factory.mktemp("mistakes")
-    files = {"texts/a.txt": "text", "pages/a.html": "<p>", "list.json": "[{}]", "x.yaml": "a: 1\n"}
+    files = {
+        "texts/a.txt": "text",
+        "pages/a.html": "<p>",
+        "scans/a.pdf": "%",
+        "list.json": "[{}]",
+        "x.yaml": "a: 1\n",
+    }
     files |= {"chats.jsonl.gz": ""}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

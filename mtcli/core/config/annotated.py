@@ -18,10 +18,15 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
     for line in filter(None, dump_toml(config).splitlines()):
         if line.startswith("["):
             section = line.strip("[]")
-            lines_of[section] = ["", line]
+            is_value = section in comments  # an array of tables, or a table of names
+            written |= {section} if is_value else set()
+            header = _commented(line, comments[section]) if is_value else line
+            lines_of.setdefault(section, []).extend(["", header])
             continue
         field = f"{section}.{line.partition(' = ')[0]}".lstrip(".")
-        if field not in without:
+        if section in written:
+            lines_of[section].append(line)
+        elif field not in without:
             lines_of[section].append(_commented(line, comments[field]))
             written.add(field)
     for field, value in values_of(config):

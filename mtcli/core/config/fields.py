@@ -1,4 +1,4 @@
-"""Describes the legal values of a config field, for errors and for docs/config.md.
+"""Describes the legal values of a config field, for errors and for docs/reference/config.md.
 
 A section is a frozen pydantic model. Every number has a range, its field's own bounds, to catch
 typing errors; this module repeats no number.
@@ -93,6 +93,11 @@ class FieldKind(NamedTuple):
     below: float | None = None
 
     @property
+    def holds_tables(self) -> bool:
+        """True for an array of tables, such as [[name]] in TOML."""
+        return self.base is tuple and bool(self.items) and _is_section(self.items[0].base)
+
+    @property
     def range(self) -> str:
         """The bounds in words: 'from 1 to 1,000,000,000'; empty where the kind has none."""
         if self.low is None:
@@ -108,7 +113,7 @@ class FieldKind(NamedTuple):
         if self.options:
             return either([*map(shown, self.options), *[lists] * (self.base is tuple)])
         if self.base is tuple:
-            return lists
+            return "an array of tables" if self.holds_tables else lists
         name = NAMES.get(self.base, "a table of fields")
         return f"{name} {self.range}".rstrip()
 
@@ -147,16 +152,28 @@ def field_kind(field: FieldInfo) -> FieldKind:
 
 
 def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Finds the section at a path of names; None where there is none."""
+    """Finds the section at a path of names; None where there is none. That of an array of tables is
+    the section of each; numbers, which say the table, may follow it."""
     section = root
-    for key in path:
+    for key in (key for key in path if not str(key).isdecimal()):
         if key not in section.model_fields:
             return None
-        inner = field_kind(section.model_fields[str(key)]).base
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kind = field_kind(section.model_fields[str(key)])
+        inner = kind.items[0].base if kind.holds_tables else kind.base
+        if not _is_section(inner):
             return None
         section = inner
     return section
+
+
+def table_header(path: str) -> str:
+    """Returns the TOML header of the section at a path: [model], or [[eval]] for eval.0."""
+    name, _, number = path.rpartition(".")
+    return f"[[{name}]]" if number.isdecimal() else f"[{path}]"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
@@ -219,6 +236,8 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         if (near := meant_value(name, value, kind.options)) is not None:
             return f"did you mean {shown(near)}?"
         return f"such as {_assigned(name, kind.options[0] if default is None else default)}"
+    if kind.holds_tables:
+        return f"a table of fields for each, as [[{name}]]"
     if kind.base is tuple:
         if isinstance(value, str):
             options = kind.items[0].options
@@ -233,7 +252,7 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         if numbers := _written_out(value):
             return either(numbers)
         return f"{kind.words}, such as {_figure(kind.low if default is None else default)}"
-    return f"fields of its own, as [{name}] or {name}.FIELD=VALUE"
+    return f"fields of its own, as {table_header(name)} or {name}.FIELD=VALUE"
 
 
 def _written_out(value: Any) -> list[str]:

@@ -11,9 +11,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
+from mtcli.core.config.fields import (
+    LARGEST,
+    divides,
+    either,
+    field_kind,
+    refused_value,
+    section_at,
+    table_header,
+)
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
-from mtcli.core.config.not_found import download, near_path
+from mtcli.core.config.nameable import CONFIGS, download, near_path
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
@@ -73,7 +81,7 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
             case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
                 type(n) is int and 0 < n < m
             ):
-                return _with(table, ["optimizer", "warmup_steps"], n)
+                table = _with(table, ["optimizer", "warmup_steps"], n)
     return table
 
 
@@ -156,8 +164,11 @@ def dump_toml(config: RunConfig) -> str:
     """Writes a config as TOML that `load_config` reads back to an equal config."""
     import tomlkit
 
-    implied = {"optimizer": config.optimizer.implied}
-    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True, exclude=implied))
+    left_out: dict[str, Any] = {"optimizer": config.optimizer.implied}
+    for name, field in RunConfig.model_fields.items():
+        if field_kind(field).holds_tables and not getattr(config, name):
+            left_out[name] = True  # as `name = []` another [[name]] could not follow
+    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True, exclude=left_out))
 
 
 @cache
@@ -187,7 +198,7 @@ def read_table(source: str) -> Table:
             hint = f"name a config, and this in it: mtcli train tiny --set data.train={source}"
             raise wrong(f"{source} is a data set, and no config", hint) from None
         near = closest(source, preset_names()) or near_path(source) or download(source)
-        hint = f"give a TOML file, a run folder, or a preset{near}"
+        hint = f"give {CONFIGS}{near}"
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
     except ValueError as error:
         hint = "a line is [section] or field = value, and text stands in quotes"
@@ -269,7 +280,8 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
         return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
     if detail["type"] == "missing":
-        hint = f"add {path[-1]} to [{path[0]}] or name a preset"
+        hint = f"add {path[-1]} to {table_header('.'.join(path[:-1]))}"
+        hint += " or name a preset" if path[0] == "model" else ""
         if path == ["model"]:
             hint = "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
         missing = Problem("this field is missing", hint, ".".join(path))
@@ -283,7 +295,7 @@ def _problem(detail: ErrorDetails) -> Problem:
 def _unknown(path: list[str]) -> Problem:
     *parents, name = path
     section = ".".join(parents)
-    where = f"in [{section}]" if parents else "at the top level"
+    where = f"in {table_header(section)}" if parents else "at the top level"
     meant = [field.removeprefix(f"{section}.") for field in meant_by(path)]
     hint = f"known: {', '.join(_fields_of(parents))}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
@@ -347,7 +359,14 @@ def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
             yield f"{path}{name}"
 
 
-def _with(table: Table, keys: list[str], value: Any) -> Table:
+def _with(table: Any, keys: list[str], value: Any) -> Any:
+    """Copies a table, or an array of tables, with the value at a path of names and of numbers.
+
+    Raises TypeError where the path leads into another value.
+    """
+    if isinstance(table, list) and keys[0].isdecimal() and int(keys[0]) < len(table):
+        numbered = dict(zip(map(str, range(len(table))), table, strict=True))
+        return list(_with(numbered, [str(int(keys[0])), *keys[1:]], value).values())
     if not isinstance(table, dict):
         raise TypeError
     if len(keys) > 1:

@@ -70,9 +70,10 @@ def _largest(config: RunConfig, used: bool = False) -> int | None:
         return None
     from mtcli.core.data.indexed import max_token_id, tokenizer_size  # numpy, for no plan
 
-    words = (data.train, data.valid) if data.valid else (data.train,)
     sizes = []
-    for prefix in (prefix for blend in words for prefix in read_blend(blend)[0]):
+    for prefix in (
+        prefix for blend in data.words_by_field.values() for prefix in read_blend(blend)[0]
+    ):
         largest = max_token_id(prefix) if used else None
         sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)
     known_sizes = [size for size in sizes if size is not None]

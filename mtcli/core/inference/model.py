@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.adapters import base_of
 from mtcli.core.checkpoint.blocks import sampled_hash
-from mtcli.core.checkpoint.folder import HUGGINGFACE
+from mtcli.core.checkpoint.folder import HUGGINGFACE, CheckpointFolder
 from mtcli.core.checkpoint.huggingface.json_files import (
     CONFIG_JSON,
     GENERATION_JSON,
@@ -360,7 +360,7 @@ def open_inference_model(
     return InferenceModel(config, groups, stages, weights)
 
 
-def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
+def end_ids(checkpoint: Checkpoint | CheckpointFolder) -> frozenset[int] | None:
     """Reads the end ids of generation_config.json, or else of config.json, as transformers does:
     one, several or none. None for weights without either file.
 

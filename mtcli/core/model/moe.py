@@ -123,16 +123,17 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D], always with the biases."""
-        routed_TD, routing = self.router(self.build.to_tokens(x_TD), inputs)
+        routed_TD, routing, statistics = self.router(self.build.to_tokens(x_TD), inputs)
         capacity = self.router.capacity(inputs)
         tokens = routed_TD, routing, self.experts, self.groups, capacity
         dispatch = Dispatch(self.dispatcher, *tokens)
         if not self.has_shared:
-            return self.build.to_columns(dispatch.finish())
+            y_TD = self.build.to_columns(dispatch.finish())
+            return self.router.counted(y_TD, statistics)
         inner = self.shared_expert.begin(x_TD, inputs)  # while numbers or tokens travel
         dispatch.advance()
         shared = self.shared_expert.finish(inner, inputs)  # while tokens or results travel
         if self.has_gate:
             weight = cast(Tensor, self.shared_expert_gate.weight)
             shared = self.build.gate(x_TD, weight).sigmoid() * shared
-        return self.build.to_columns(dispatch.finish()) + shared
+        return self.router.counted(self.build.to_columns(dispatch.finish()) + shared, statistics)

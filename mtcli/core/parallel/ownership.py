@@ -49,6 +49,7 @@ class Ownership:
     table: Mapping[str, Parameter]
     sequence_parallel: bool
     shard: bool
+    shards_frozen: bool = False  # whether weights that are not trained are sharded too: zero = 3
 
     def trained(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters of a stage that have a gradient, by name."""
@@ -60,8 +61,10 @@ class Ownership:
 
     def owner_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter's optimizer state is sharded."""
-        layout, parallel = self.groups.layout, self.sequence_parallel
-        return sharding.owner_axes(self.table[name], layout, parallel) if self.shard else ()
+        parameter, parallel = self.table[name], self.sequence_parallel
+        if not (self.shards_frozen if parameter.frozen else self.shard):
+            return ()
+        return sharding.owner_axes(parameter, self.groups.layout, parallel)
 
     def owners(self, name: str) -> Axis:
         """The ranks that divide a parameter's rows; this rank alone where they are not sharded."""

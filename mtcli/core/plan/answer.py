@@ -20,6 +20,7 @@ from mtcli.core.config.rules import lasting_problems, refusal
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
+from mtcli.core.mesh.parameters import pattern_problems
 from mtcli.core.plan.budget import Goal, RunTotals, budget_of
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.interruptions import Assumed, read_assumed
@@ -149,6 +150,7 @@ def read_request(
     bare = source in preset_names() and gpus is not None and not own_layout
     table = _filled(table, gpus, chosen)
     config, problems = validate(table)
+    problems = problems or (pattern_problems(config) if config else [])
     pinned = frozenset(item.partition("=")[0].strip() for item in fixed)
     return PlanRequest(
         config=config,

@@ -27,7 +27,7 @@ from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.workload import BlockCounts, Workload
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import cores
-from mtcli.core.runtime.private_folder import user_cache
+from mtcli.core.runtime.private_folder import adds_to_caches, user_cache
 
 Process = subprocess.Popen[str]
 SERVE = "from mtcli.core.rehearse.stages import serve; serve()"
@@ -113,6 +113,8 @@ def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:
     missing = [key for key in by_key if key not in found]
     for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):
         found[key] = _rank_bytes(answer)
+        if not adds_to_caches():
+            continue
         with suppress(OSError):  # a cache that cannot be written is done without
             _file(key).parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(_file(key)) as path:

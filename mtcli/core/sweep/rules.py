@@ -36,14 +36,28 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         message = "biases of routers are one model's, and are moved by its loads"
         hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
         yield Problem(message, hint, f"model.{field}")
-    if config.data.reselect_every:
-        message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
-        yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
+    yield from _acts_by_one_model(config)
+    if train.freeze:
+        message = "frozen weights are each model's, and those of an array are all trained"
+        yield Problem(message, "train the runs one by one", "train.freeze")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:
         message = "CUDA graphs replay one model's micro-batches"
         yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
+
+
+def _acts_by_one_model(config: RunConfig) -> Iterator[Problem]:
+    """Lists the settings by which a run acts on its own weights or losses."""
+    if config.data.reselect_every:
+        message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
+        yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
+    if patience := config.train.patience:
+        message = f"patience={patience} ends one model's run, and an array's go on together"
+        yield Problem(message, "train.patience = 0, and --hyperband or --median", "train.patience")
+    if config.eval:
+        message = f"{len(config.eval)} [[eval]] tables evaluate one model's weights"
+        yield Problem(message, "leave them out, and `mtcli eval` each trial", "eval")
 
 
 def require_array(config: RunConfig | None, problems: Sequence[Problem], world: int) -> RunConfig:

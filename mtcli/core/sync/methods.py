@@ -46,10 +46,12 @@ def strategy_for(
     config: RunConfig, stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype
 ) -> Strategy:
     """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
-    parallel, table = config.parallel, run_parameters(config.model, config.lora)
-    least = DTYPES[config.train.gradients]
-    ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
-    if not allocates_shards(config, groups.layout):
+    parallel, least = config.parallel, DTYPES[config.train.gradients]
+    table = run_parameters(config.model, config.lora, config.train.freeze)
+    sharded = allocates_shards(config, groups.layout)
+    shards = parallel.zero > 0, sharded
+    ownership = Ownership(groups, table, parallel.sequence_parallel, *shards)
+    if not sharded:
         build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages
         # Graphs read weights without a module's hooks, and other replicas change weights later.
         waits_in_forward = config.sync.method == "all_reduce" and not config.train.cuda_graphs

@@ -210,13 +210,13 @@ def open_loader(
     require_named(config.data)
     which: Which = "valid" if validation else "train"
     subset = None if validation else require_subset(config)
-    batches = _open_batches(config, which, subset, planned)
+    batches = open_batches(config, which, subset, planned)
     loader = MicroBatchLoader(batches, config, groups, subset)
     loader.is_asynchronous = config.sync.asynchronous and not validation
     return loader
 
 
-def _open_batches(
+def open_batches(
     config: RunConfig, which: Which, subset: Subset | None, planned: int | None
 ) -> TokenBatches | EncoderBatches:
     """Opens the samples of a run as its data.format and its model's head read them."""

@@ -26,7 +26,7 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import stage_layers
+from mtcli.core.mesh.parameters import pattern_problems, stage_layers
 
 STEPS = "train.steps"
 OF_STEPS = ("optimizer.decay_steps", "sync.warmup_steps")
@@ -38,7 +38,10 @@ def planned_config(source: str | Table, overrides: Sequence[str], world: int) ->
 
     Raises MtcliError with all problems of the config, or of data that decides.
     """
-    return with_data_steps(load_checked(source, overrides, world))
+    config = load_checked(source, overrides, world)
+    if wrong_patterns := pattern_problems(config):
+        raise MtcliError(*wrong_patterns)
+    return with_data_steps(config)
 
 
 def with_data_steps(run: RunConfig) -> RunConfig:
@@ -134,7 +137,7 @@ def resolve(name: str, overrides: Sequence[str] = (), world: int | None = None) 
 
 def _inputs(config: RunConfig) -> list[str]:
     """Lists the paths on which the steps of a run's epochs depend."""
-    paths = (*config.data.train, *config.data.valid, config.data.tokenizer, config.train.init)
+    paths = (*config.data.train, *config.data.valid_words, config.data.tokenizer, config.train.init)
     return [path for path in paths if path]
 
 

@@ -38,4 +38,7 @@ class SaveSchedule:
             rarer = f"rarer where that would take over {SAVING_SHARE:.0%} of the time"
             times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
         checkpoints = f"the newest {train.keep:,}" if train.keep else "all"
+        if train.keep_best:
+            times.append(f"after an evaluation that is among the best {train.keep_best:,}")
+            checkpoints += f" and the best {train.keep_best:,}" if train.keep else ""
         return f"{', '.join([*times, 'at the end'])}; keeps {checkpoints}"

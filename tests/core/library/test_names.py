@@ -14,7 +14,7 @@ from indexed_dataset import write_dataset
 import mtcli
 from mtcli.core.data.indexed import token_dtype
 
-PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "python.md"
 
 
 def python(code):

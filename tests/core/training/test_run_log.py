@@ -29,7 +29,7 @@ def told(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(metrics, "run_peak_flops", lambda *_: 1e8)
         train = {"steps": 20, "log_every": log_every, "output": str(tmp_path / "run")}
         log = RunLog(run_config(train=train), True, 0)
-        log.begin(ALONE, 1 << 20, "the seed", {})
+        log.begin(ALONE, {})
         for number in range(1, 21):
             clock[0] += 2.0
             valid = 3.25 if number in validated else None

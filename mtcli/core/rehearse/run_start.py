@@ -1,0 +1,204 @@
+"""Rehearses the start of a run, for `mtcli train --dry-run`: its checks, header and first batch,
+and the memory and time that `plan` predicts. Writes nothing, in one process for all ranks.
+"""
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
+from mtcli.core.checkpoint.run_progress import planned_samples, progress_of
+from mtcli.core.config.errors import collect_errors
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import shown
+from mtcli.core.data.bert.row_format import EncoderBatches
+from mtcli.core.data.indexed import tokenizer_folder
+from mtcli.core.data.loader import TokenBatches, require_ids
+from mtcli.core.data.subset import require_subset
+from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.mesh.parameters import count_parameters
+from mtcli.core.parallel.groups import world_axis
+from mtcli.core.plan.answer import PlanAnswer
+from mtcli.core.plan.hardware import NAMES, device_named, for_run, gib
+from mtcli.core.plan.memory import state_bytes
+from mtcli.core.plan.predict import Prediction
+from mtcli.core.plan.tables import figures
+from mtcli.core.plan.workload import Workload
+from mtcli.core.rehearse.request import planned
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.peak_flops import device_name
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
+from mtcli.core.training.loader import open_batches
+from mtcli.core.training.run_log import data_header, run_header
+from mtcli.core.training.state import StartingPoint, starting_notes, starting_point, with_tokenizer
+
+ROWS = 64  # that are read at once
+SHOWN_TOKENS = 64  # of the first row, as text
+
+
+class FirstBatch(NamedTuple):
+    """The global batch of a run's next step, with the counts of its rows."""
+
+    first_sample: int
+    sequences: int
+    tokens: int  # without padding
+    padding: int
+    labels: int  # tokens, or sequences of a classifier, whose loss has a weight
+    documents: int  # parts of rows: a document that spans two rows counts in each
+    text: str | None  # the beginning of the first row; None without a tokenizer
+
+    def __str__(self) -> str:
+        words = f"{self.sequences:,} rows, {self.tokens:,} tokens in {self.documents:,} documents, "
+        words += f"{self.labels:,} with a loss"
+        return words + (f": {shown(self.text)}" if self.text else "")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run on `world` ranks that is about to start, or to go on, after `start.step` steps."""
+
+    config: RunConfig
+    world: int
+    start: StartingPoint
+    header: dict[str, str]
+    notes: list[str]
+    batch: FirstBatch | None  # None where all steps are done
+    prediction: Prediction | None  # None of a device that plan does not know
+
+    @property
+    def seconds(self) -> float | None:
+        """The predicted seconds of the steps that are left, without evaluations and saves."""
+        left = max(0, self.config.train.steps - self.start.step)
+        return left * self.prediction.step_seconds if self.prediction else None
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The run's header, its first batch, and its planned memory and time, by name."""
+        lines = self.header | ({"batch": str(self.batch)} if self.batch else {})
+        if (p := self.prediction) and self.seconds is not None:
+            device = f"{p.device.name}'s {gib(p.device.memory_bytes)}"
+            lines["memory"] = f"{gib(p.memory.total)} of {device} on the fullest rank (planned)"
+            tokens = p.work.tokens_per_step / p.step_seconds
+            lines["time"] = f"{p.step_seconds:.4g} s a step, {tokens:,.0f} tokens/s: "
+            lines["time"] += f"{timedelta(seconds=math.ceil(self.seconds))} (planned)"
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what the run would be, with the keys that it would have at its end."""
+        c = self.config
+        return {
+            "dry_run": True,
+            "run": c.train.output,
+            "world": self.world,
+            "parameters": count_parameters(c.model),
+            "from": str(self.start),
+            "first_step": self.start.step,
+            "steps": c.train.steps,
+            "tokens": c.train.steps * c.batch.tokens_per_step,
+            "seconds": self.seconds,
+            "batch": self.batch and self.batch._asdict(),
+            "notes": self.notes,
+            "header": self.header,
+            "plan": self.prediction and figures(self.prediction),
+        }
+
+    def require_fit(self) -> None:
+        """Raises MtcliError (exit 1) where the plan does not fit."""
+        if self.prediction:
+            PlanAnswer(self.config, self.prediction).require_fit()
+
+
+def rehearse_start(config: RunConfig, world: int, device: torch.device) -> RunStart:
+    """Checks what a run on `world` ranks checks before its first step, and plans it on a device.
+
+    Raises MtcliError where the run's checkpoint, initial weights or data are wrong.
+    """
+    axis = world_axis(0, 1, FlightRecorder())
+    start = starting_point(config, axis)
+    config = with_tokenizer(config, start)
+    work, subset = Workload.of(config, world), require_subset(config)
+    begun_with = planned_samples(start.checkpoint) if start.checkpoint and start.is_own else None
+    batches, _ = collect_errors(
+        partial(open_batches, config, "train", subset, begun_with),
+        lambda: open_batches(config, "valid", None, None) if config.train.eval_every else None,
+    )
+    if start.checkpoint and start.is_own:
+        samples = ConsumedSamples(config, batches, data_hashes(batches, 0, axis), subset)
+        consumed = start.step * config.batch.global_batch_size
+        samples.resume(progress_of(start.checkpoint).samples, consumed)
+    notes = starting_notes(config, start)
+    batch = _first_batch(config, batches, start.step) if start.step < config.train.steps else None
+    header = run_header(config, world, sum(state_bytes(work, 0)), str(start))
+    header |= data_header(config, batches, device)
+    name = device_name(device)
+    prediction = None
+    if name in NAMES:
+        prediction = planned(config, world, for_run(device_named(name), config, world))
+    start.close()
+    return RunStart(config, world, start, header, notes, batch, prediction)
+
+
+def _first_batch(
+    config: RunConfig, batches: TokenBatches | EncoderBatches, steps_done: int
+) -> FirstBatch:
+    """Reads the global batch of the step after `steps_done` ones, and counts. Raises MtcliError for
+    ids that the vocabulary lacks."""
+    size = config.batch.global_batch_size
+    first = steps_done * size
+    counts, beginning = np.zeros(4, np.int64), np.empty(0, np.int64)
+    for start in range(first, first + size, ROWS):
+        rows = _read(config, batches, start, min(ROWS, first + size - start))
+        counts += rows.counts
+        beginning = beginning if start > first else rows.ids[0, :SHOWN_TOKENS]
+    tokens, padding, labels, documents = counts.tolist()
+    prefix = batches.sample_ids(first, 1)[0].prefix if config.data.format == "tokens" else None
+    text = _text(config, prefix, beginning)
+    return FirstBatch(first, size, tokens, padding, labels, documents, text)
+
+
+class _Rows(NamedTuple):
+    """Rows of a batch: ids, the documents they are of, which fill the row up (each [n, seq_len]),
+    and the number of labels whose loss has a weight."""
+
+    ids: np.ndarray
+    documents: np.ndarray
+    padding: np.ndarray
+    labels: int
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """(tokens, padding, labels, documents)."""
+        real = ~self.padding
+        begins = np.diff(self.documents, axis=1, prepend=-1) != 0
+        tokens = int(real.sum())
+        return tokens, real.size - tokens, self.labels, int((begins & real).sum())
+
+
+def _read(
+    config: RunConfig, batches: TokenBatches | EncoderBatches, start: int, count: int
+) -> _Rows:
+    if config.model.head != "lm":
+        rows = cast(EncoderBatches, batches).rows(start, count)
+        weights = rows.weights if config.model.head == "mlm" else rows.class_weights
+        return _Rows(rows.tokens, rows.documents, rows.padding, int(np.count_nonzero(weights)))
+    of_tokens = cast(TokenBatches, batches)
+    ids = of_tokens.batch(start, count)
+    require_ids(of_tokens, start, ids, config.model.vocab_size)
+    ids, documents = ids[:, :-1], of_tokens.documents(start, count)[:, :-1]
+    loss_weights = of_tokens.loss_weights(start, count)
+    padding = of_tokens.padding(start, count)
+    labels = ids.size if loss_weights is None else int(np.count_nonzero(loss_weights))
+    return _Rows(ids, documents, np.zeros(ids.shape, bool) if padding is None else padding, labels)
+
+
+def _text(config: RunConfig, prefix: str | None, ids: np.ndarray) -> str | None:
+    """Decodes ids by the tokenizer of the data at `prefix`, of the config, or of the initial
+    weights; None without one."""
+    spec = config.data.tokenizer or (prefix and tokenizer_folder(prefix))
+    spec = spec or starting_tokenizer(config)
+    return load_tokenizer(spec).decode(ids.tolist()) if spec else None
