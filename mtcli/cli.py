@@ -26,7 +26,7 @@ FLAGS |= {"-o": "--output", "--batch": "--global-batch", "--batch-size": "--glob
 # What other tools have a flag for, and here is a command's argument.
 ARGUMENTS = ("--config", "--model", "--checkpoint")
 # Flags that name a file to write, where their metavar says so; and endings of a dataset's files.
-WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot")
+WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot", "--sbatch", "--jobset")
 ENDINGS = (".bin", ".idx", ".json")
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
