@@ -25,6 +25,7 @@ from mtcli.commands.ranks import num_ranks, run_ranks
 if TYPE_CHECKING:
     from mtcli.core.config.loading import Table
     from mtcli.core.config.schema import RunConfig
+    from mtcli.core.data.tokenized import TextData
     from mtcli.core.runtime.launch import Runtime
     from mtcli.core.training.loop import OpenTasks
     from mtcli.core.training.reselect import Reselect
@@ -84,7 +85,7 @@ def train(
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.runtime.private_folder import adding_to_no_cache
     from mtcli.core.runtime.slurm import require_srun
-    from mtcli.core.training.run_config import planned_config
+    from mtcli.core.training.run_config import planned_config, with_texts
     from mtcli.core.training.run_folder import how_it_goes_on
 
     require_srun(nproc)
@@ -92,23 +93,30 @@ def train(
     folder_overrides = _own_folder(config) if resume or start_over else []
     overrides = [*folder_overrides, *overrides]
 
-    def checked_config() -> "RunConfig":
-        source = source_of(config, init, base)
-        flags, again = with_vocabulary(source, overrides), times_restarted() > 0
-        start = partial(_require_start, source, flags, resume or again, start_over or again)
+    first = environment_world() is None or dry_run
+    say = partial(echo, err=True)
+
+    def checked_config() -> "tuple[RunConfig, list[TextData]]":
+        source, again = source_of(config, init, base), times_restarted() > 0
+        begins = resume or again, start_over or again
+        checks = [lambda: _require_folder(source, overrides, *begins)] if first else []
+        flags, texts = with_texts(source, overrides, num_ranks(nproc), say, *checks)
+        size = max((text.vocab_size for text in texts), default=None)
+        flags = with_vocabulary(source, flags, size)
+        start = partial(_require_start, source, flags, *begins, not texts)
         run: RunConfig
         run, *_ = collect_errors(
             lambda: planned_config(source, flags, num_ranks(nproc)),
             # ranks find out when they start
-            *([start] if environment_world() is None or dry_run else []),
+            *([start] if first else []),
             otherwise=start,
         )
-        return run
+        return run, texts
 
     if dry_run:
         with adding_to_no_cache():
-            return _rehearse(checked_config(), num_ranks(nproc), json_out)
-    run = checked_config()
+            return _rehearse(*checked_config(), num_ranks(nproc), json_out)
+    run, _ = checked_config()
 
     def work(runtime: "Runtime") -> bool:
         from mtcli.core.training.loop import train as train_run
@@ -132,7 +140,9 @@ def train(
         raise KeyboardInterrupt
 
 
-def _rehearse(run: "RunConfig", world: int, json_out: str | None) -> None:
+def _rehearse(
+    run: "RunConfig", pending: "list[TextData]", world: int, json_out: str | None
+) -> None:
     """Prints what a run would do; of the ranks that a launcher started, the first one alone."""
     from mtcli.core.runtime.launch import compute_device, environment_rank, environment_world
 
@@ -143,7 +153,7 @@ def _rehearse(run: "RunConfig", world: int, json_out: str | None) -> None:
 
     for local_rank in range(world if environment_world() is None else 1):
         device = compute_device(run.train.device, local_rank)
-    start = rehearse_start(run, world, device)
+    start = rehearse_start(run, world, device, pending)
     for note in start.notes:
         echo(note, err=True)
     if answer(start.as_json(), json_out):
@@ -188,8 +198,21 @@ def _own_folder(config: str | None) -> list[str]:
     return [f"train.output={json.dumps(config, ensure_ascii=False)}"]
 
 
-def _require_start(source: "str | Table", overrides: list[str], resume: bool, anew: bool) -> None:
-    """Raises MtcliError with all problems of a run's data, folder and initial weights."""
+def _require_folder(source: "str | Table", overrides: list[str], resume: bool, anew: bool) -> None:
+    """Raises MtcliError where a run could not begin in its folder."""
+    from mtcli.core.config.loading import read_config
+    from mtcli.core.training.run_lock import require_startable
+
+    config, _ = read_config(source, overrides)
+    if config is not None:
+        require_startable(Path(config.train.output), resume, anew)
+
+
+def _require_start(
+    source: "str | Table", overrides: list[str], resume: bool, anew: bool, has_data: bool = True
+) -> None:
+    """Raises MtcliError with all problems of a run's folder, initial weights and, where it is
+    there, data."""
     from mtcli.core.checkpoint.fine_tuning import require_weights
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config
@@ -202,9 +225,12 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool, an
     if config is None:
         return
     steps = [
-        lambda: require_data(config),
-        lambda: require_subset(config),
         lambda: require_training_tasks(config.eval),
         lambda: require_startable(Path(config.train.output), resume, anew),
     ]
-    collect_errors(*steps, *([] if resume else [lambda: require_weights(config)]))
+    of_data = [lambda: require_data(config), lambda: require_subset(config)]
+    collect_errors(
+        *(of_data if has_data else []),
+        *steps,
+        *([] if resume else [lambda: require_weights(config)]),
+    )

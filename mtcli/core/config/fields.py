@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 from math import isfinite, isqrt
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -54,9 +54,12 @@ Fraction = Annotated[Real, Field(ge=0.0, lt=1.0)]
 Count = Annotated[Int, Field(ge=0)]
 
 
+NO_PATH: Final = "{text} names nothing"
+
+
 def _path(text: str) -> str:
     if not names_a_file(text):
-        raise PydanticCustomError("no_path", "{text} names nothing", {"text": shown(text)})
+        raise PydanticCustomError("no_path", NO_PATH, {"text": shown(text)})
     return text
 
 
@@ -66,7 +69,10 @@ PathText = Annotated[str, AfterValidator(_path)]
 def _one_fault(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
-    except ValidationError:
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["type"] == "no_path":
+                raise PydanticCustomError("no_path", NO_PATH, detail["ctx"]) from None
         raise ValueError("fits no alternative") from None
 
 

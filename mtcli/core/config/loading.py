@@ -189,7 +189,7 @@ def read_table(source: str) -> Table:
         path = path / "config.toml"  # a run folder
         if not path.exists():
             hint = "a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
-            hint += f"`mtcli preprocess {source} --output DATA --tokenizer train:8192`"
+            hint += f"`mtcli train tiny --set data.train={source} --set data.tokenizer=train:8192`"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
         return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode("utf-8-sig"))

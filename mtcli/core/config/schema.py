@@ -249,7 +249,7 @@ class DataConfig(Section):
     format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
     """tokens, conversations [.jsonl .json .parquet, .jsonl.gz], labelled lines, RACE's folders"""
     train: Sources = ()
-    """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
+    """prefixes or text, with or without weights: ["0.7", "data/a", "0.3", "texts"]; or files"""
     valid: Annotated[dict[str, Sources] | Sources, AnyOf] = ()
     """the same for validation, or a table of them by name [the valid part of split]"""
     split: str = "969,30,1"
@@ -263,7 +263,7 @@ class DataConfig(Section):
     document_positions: bool = False
     """positions begin again at each document (--reset-position-ids) [conversations: true]"""
     tokenizer: PathText | None = None
-    """of conversations or an encoder's rows, a folder or name [the data's, or train.init's]"""
+    """of text and conversations, a folder, name or train:N [the data's, or train.init's]"""
     chat_template: bool = True
     """conversations: prompts, too, go through the chat template where there is one"""
     loss_on: LossOn = "assistant"

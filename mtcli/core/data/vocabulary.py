@@ -13,12 +13,14 @@ from mtcli.core.config.loading import Table, preset_names, read_config, read_tab
 from mtcli.core.config.schema import RunConfig
 
 
-def with_vocabulary(source: str | Table, overrides: list[str]) -> list[str]:
+def with_vocabulary(
+    source: str | Table, overrides: list[str], size: int | None = None
+) -> list[str]:
     """Returns the overrides, preceded by the vocabulary of the data's tokenizer where the model's
-    is a preset's and the run starts from no weights."""
+    is a preset's and the run starts from no weights. `size` is that of data yet to be made."""
     try:
         config, _ = read_config(source, overrides)
-        size = _largest(config) if config else None
+        size = size or (_largest(config) if config else None)
         if (
             config is None
             or size is None

@@ -3,6 +3,7 @@ and the memory and time that `plan` predicts. Writes nothing, in one process for
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,9 +19,10 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.bert.row_format import EncoderBatches
 from mtcli.core.data.indexed import tokenizer_folder
-from mtcli.core.data.loader import TokenBatches, require_ids
+from mtcli.core.data.loader import CountedTokens, TokenBatches, require_ids
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.data.tokenized import TextData
 from mtcli.core.mesh.parameters import count_parameters
 from mtcli.core.parallel.groups import world_axis
 from mtcli.core.plan.answer import PlanAnswer
@@ -67,7 +69,7 @@ class RunStart:
     start: StartingPoint
     header: dict[str, str]
     notes: list[str]
-    batch: FirstBatch | None  # None where all steps are done
+    batch: FirstBatch | None  # None where all steps are done, or the data is not tokenized yet
     prediction: Prediction | None  # None of a device that plan does not know
 
     @property
@@ -113,8 +115,11 @@ class RunStart:
             PlanAnswer(self.config, self.prediction).require_fit()
 
 
-def rehearse_start(config: RunConfig, world: int, device: torch.device) -> RunStart:
+def rehearse_start(
+    config: RunConfig, world: int, device: torch.device, pending: Sequence[TextData] = ()
+) -> RunStart:
     """Checks what a run on `world` ranks checks before its first step, and plans it on a device.
+    Without a batch where its data is text that is `pending`.
 
     Raises MtcliError where the run's checkpoint, initial weights or data are wrong.
     """
@@ -122,6 +127,15 @@ def rehearse_start(config: RunConfig, world: int, device: torch.device) -> RunSt
     start = starting_point(config, axis)
     config = with_tokenizer(config, start)
     work, subset = Workload.of(config, world), require_subset(config)
+    header = run_header(config, world, sum(state_bytes(work, 0)), str(start))
+    if pending:
+        count = config.train.steps * config.batch.global_batch_size
+        no_data = CountedTokens(config.batch.seq_len, config.model.vocab_size, count)
+        header |= data_header(config, no_data, device)
+        header["data"] = "; ".join(text.estimate() for text in pending)
+        start.close()
+        prediction = _planned(config, world, device)
+        return RunStart(config, world, start, header, [], None, prediction)
     begun_with = planned_samples(start.checkpoint) if start.checkpoint and start.is_own else None
     batches, _ = collect_errors(
         partial(open_batches, config, "train", subset, begun_with),
@@ -133,14 +147,17 @@ def rehearse_start(config: RunConfig, world: int, device: torch.device) -> RunSt
         samples.resume(progress_of(start.checkpoint).samples, consumed)
     notes = starting_notes(config, start)
     batch = _first_batch(config, batches, start.step) if start.step < config.train.steps else None
-    header = run_header(config, world, sum(state_bytes(work, 0)), str(start))
     header |= data_header(config, batches, device)
-    name = device_name(device)
-    prediction = None
-    if name in NAMES:
-        prediction = planned(config, world, for_run(device_named(name), config, world))
     start.close()
+    prediction = _planned(config, world, device)
     return RunStart(config, world, start, header, notes, batch, prediction)
+
+
+def _planned(config: RunConfig, world: int, device: torch.device) -> Prediction | None:
+    """Plans a run on a device; None of one that plan does not know."""
+    if (name := device_name(device)) not in NAMES:
+        return None
+    return planned(config, world, for_run(device_named(name), config, world))
 
 
 def _first_batch(
@@ -199,6 +216,6 @@ def _read(
 def _text(config: RunConfig, prefix: str | None, ids: np.ndarray) -> str | None:
     """Decodes ids by the tokenizer of the data at `prefix`, of the config, or of the initial
     weights; None without one."""
-    spec = config.data.tokenizer or (prefix and tokenizer_folder(prefix))
+    spec = (prefix and tokenizer_folder(prefix)) or config.data.tokenizer
     spec = spec or starting_tokenizer(config)
     return load_tokenizer(spec).decode(ids.tolist()) if spec else None

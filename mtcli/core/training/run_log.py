@@ -18,6 +18,7 @@ from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.data.loader import RunData
+from mtcli.core.data.tokenized import describe_texts
 from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.parameters import count_adapters, count_parameters, run_parameters
@@ -83,7 +84,8 @@ def run_header(config: RunConfig, world: int, rank_bytes: int, start: str) -> di
 def data_header(config: RunConfig, batches: RunData, device: torch.device) -> dict[str, str]:
     """Words what a run reads, by which kernels it attends, and when it saves, by name."""
     saves = SaveSchedule(config.train, config.data.reselect_every)
-    lines = describe_vocabulary(config) | batches.describe() | describe_attention(config, device)
+    lines = describe_texts(config) | describe_vocabulary(config) | batches.describe()
+    lines |= describe_attention(config, device)
     return lines | {"saves": str(saves)}
 
 

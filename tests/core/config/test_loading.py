@@ -167,7 +167,7 @@ def test_a_folder_without_a_config_is_no_run_folder(tmp_path):
     assert _message(str(tmp_path)) == (
         f"error: the folder {tmp_path} has no config.toml\n\n"
         "hint: a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
-        f"`mtcli preprocess {tmp_path} --output DATA --tokenizer train:8192`"
+        f"`mtcli train tiny --set data.train={tmp_path} --set data.tokenizer=train:8192`"
     )
 
 
