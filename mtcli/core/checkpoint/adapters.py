@@ -21,7 +21,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name, chosen_targets
-from mtcli.core.mesh.parameters import parameters, run_parameters, trained_whole
+from mtcli.core.mesh.parameters import parameters, run_parameters, saved_parameters
 from mtcli.core.mesh.sharding import Box
 
 Open = Callable[[Path], Checkpoint]
@@ -91,12 +91,12 @@ def merged(
     """
     model = base.model
     require_adapters(checkpoint, model, lora)
-    adapters, whole = Adapters(checkpoint, base, lora), trained_whole(model, lora)
+    adapters, saved = Adapters(checkpoint, base, lora), saved_parameters(model, lora)
     tensors = {}
     for name, weight in parameters(model).items():
         if name not in base.tensors:
             continue
-        targets, source = chosen_targets(weight, model, lora), checkpoint if name in whole else base
+        targets, source = chosen_targets(weight, model, lora), checkpoint if name in saved else base
         read = partial(_merged, adapters, name, targets) if targets else partial(source.read, name)
         tensors[name] = StoredTensor(source.dtype(name), source.shape(name), (), read)
     found = replace(checkpoint, model=model, tensors=tensors, adapters=adapters, config=config)

@@ -38,7 +38,7 @@ def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def whole_modules(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+def saved_modules(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The parameters of modules outside of blocks that may be trained whole beside adapters, by
     peft's names; a tied head is the embedding."""
     embedding = "wte" if model.position == "learned" else "embed_tokens"

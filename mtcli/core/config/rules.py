@@ -27,7 +27,7 @@ from mtcli.core.config.layout_rules import (
     rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
-from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets, whole_modules
+from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets, saved_modules
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -392,7 +392,7 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
             yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
-    modules = whole_modules(m)
+    modules = saved_modules(m)
     for name in lora.modules_to_save:
         if name not in modules:
             said = f"there is no module {name!r} to train whole in this model"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 from mtcli.core.config.errors import Problem
-from mtcli.core.config.lora import whole_modules
+from mtcli.core.config.lora import saved_modules
 from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import adapter_parameters
@@ -37,19 +37,19 @@ def run_parameters(
     if not lora.rank:
         frozen = matched(table, freeze)
         return table | {n: replace(table[n], trained=False, frozen=True) for n in frozen}
-    whole = trained_whole(model, lora)
+    saved = saved_parameters(model, lora)
     run_table: dict[str, Parameter] = {}
     for name, parameter in table.items():
         run_table[name] = parameter
-        if name not in whole:
+        if name not in saved:
             run_table[name] = replace(parameter, trained=False, frozen=True)
         run_table |= {added.name: added for added in adapter_parameters(parameter, model, lora)}
     return run_table
 
 
-def trained_whole(model: ModelConfig, lora: LoraConfig) -> set[str]:
+def saved_parameters(model: ModelConfig, lora: LoraConfig) -> set[str]:
     """The parameters of the modules that are trained whole beside adapters."""
-    modules = whole_modules(model) if lora.rank else {}
+    modules = saved_modules(model) if lora.rank else {}
     names = {name for module in lora.modules_to_save for name in modules.get(module, ())}
     return names & parameters(model).keys()
 
@@ -186,10 +186,10 @@ def training_flops(
         scores = (forward - 2.0 * _multiplied(model, table)) * max(0, lowest - 1)
         of_inputs = _multiplied(model, (p for p in below if not p.tied))
         return 3.0 * forward - 2.0 * (of_weights + of_inputs) - 2.0 * scores / model.num_layers
-    weights, whole = forward_flops(model, 0), trained_whole(model, lora)
-    of_whole = 2.0 * _multiplied(model, (p for n, p in parameters(model).items() if n in whole))
+    weights, saved = forward_flops(model, 0), saved_parameters(model, lora)
+    of_saved = 2.0 * _multiplied(model, (p for n, p in parameters(model).items() if n in saved))
     adapters = 6.0 * count_active_adapters(model, lora)
-    return 2.0 * weights + 3.0 * (forward - weights) + of_whole + adapters
+    return 2.0 * weights + 3.0 * (forward - weights) + of_saved + adapters
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:

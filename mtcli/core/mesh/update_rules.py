@@ -47,8 +47,8 @@ class ParameterUpdate(NamedTuple):
             return settings
         group = optimizer.group[self.group]
         decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
-        own = {"lr": settings.lr * group.lr_scale, "weight_decay": decay}
-        return settings.model_copy(update=own)
+        changes = {"lr": settings.lr * group.lr_scale, "weight_decay": decay}
+        return settings.model_copy(update=changes)
 
 
 def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpdate:

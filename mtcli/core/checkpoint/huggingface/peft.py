@@ -29,11 +29,11 @@ from mtcli.core.checkpoint.huggingface.peft_modules import (
     modules_of,
     modules_of_experts,
 )
-from mtcli.core.checkpoint.huggingface.peft_whole import (
-    WholeTensor,
+from mtcli.core.checkpoint.huggingface.peft_saved import (
+    SavedTensor,
     named_modules,
     require_tied,
-    whole_tensors,
+    saved_tensors,
 )
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE
@@ -50,7 +50,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.untrusted import is_number, listed, shown
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name
-from mtcli.core.mesh.parameters import parameters, run_parameters, trained_whole
+from mtcli.core.mesh.parameters import parameters, run_parameters, saved_parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 
 WEIGHTS = "adapter_model.safetensors"
@@ -113,23 +113,23 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
     table = read_json(folder / ADAPTER_CONFIG)
     settings = _settings(folder / ADAPTER_CONFIG, table)
     targets, family = _separate_targets(folder, base.model), family_of_base(base)
-    whole_names = named_modules(folder / ADAPTER_CONFIG, table, base.model, family)
-    whole = whole_tensors(base.model, family, _of_modules(base.model, whole_names))
+    saved_names = named_modules(folder / ADAPTER_CONFIG, table, base.model, family)
+    saved = saved_tensors(base.model, family, _of_modules(base.model, saved_names))
     possible = list(_modules_in(base.model, family, header, settings, targets))
     present = [m for m in possible if m.a[0].key in header or m.b[0].key in header]
     if not present:
         raise wrong(f"{folder / WEIGHTS} has no adapter of {base.folder}", "is it their base?")
     names = targets or tuple(sorted({t.name for m in present for t in m.targets}))
     modules = [m for m in possible if any(is_chosen(t.name, names) for t in m.targets)]
-    of_whole = [tensor.box for tensor in whole]
-    _require_tensors(folder, header, modules, of_whole, table)
+    of_saved = [tensor.box for tensor in saved]
+    _require_tensors(folder, header, modules, of_saved, table)
     parts = [part for module in modules for part in _parts(folder, module, names, bool(targets))]
-    lora = _lora(settings, parts, names).model_copy(update={"modules_to_save": whole_names})
+    lora = _lora(settings, parts, names).model_copy(update={"modules_to_save": saved_names})
     headers = {WEIGHTS: dict(header)}
-    stored = _stored(header, modules) | {box.key: _in_file(header, [box]) for box in of_whole}
+    stored = _stored(header, modules) | {box.key: _in_file(header, [box]) for box in of_saved}
     raw = Checkpoint(folder, base.model, stored, None, headers=headers)
-    require_tied(raw, whole)
-    read = {tensor.parameter: tensor.box.key for tensor in whole}
+    require_tied(raw, saved)
+    read = {tensor.parameter: tensor.box.key for tensor in saved}
     checkpoint = Checkpoint(
         folder=folder,
         model=base.model,
@@ -189,18 +189,18 @@ def _modules_in(
 
 def _of_modules(model: ModelConfig, names: Sequence[str]) -> set[str]:
     """The parameters of modules that are trained whole, by the modules' names."""
-    return trained_whole(model, LoraConfig(rank=1, modules_to_save=tuple(names)))
+    return saved_parameters(model, LoraConfig(rank=1, modules_to_save=tuple(names)))
 
 
 def _require_tensors(
     folder: Path,
     header: Header,
     modules: Sequence[PeftModule],
-    whole: Sequence[StoredBox],
+    saved: Sequence[StoredBox],
     table: dict[str, Any],
 ) -> None:
     """Raises MtcliError for tensors that are unknown, missing or of another shape or dtype."""
-    expected = [*(box for module in modules for box in (*module.a, *module.b)), *whole]
+    expected = [*(box for module in modules for box in (*module.a, *module.b)), *saved]
     keys = {box.key: box for box in expected}
     if unknown := sorted(header.keys() - keys.keys()):
         message = f"{folder / WEIGHTS} has tensors that no target has: {listed(unknown)}"
@@ -346,12 +346,12 @@ def peft_tensors(source: Checkpoint, module: PeftModule) -> Iterator[tuple[Store
         yield box, b[box.box.slices].permute(box.order)
 
 
-def whole_of(source: Checkpoint) -> list[WholeTensor]:
+def saved_of(source: Checkpoint) -> list[SavedTensor]:
     """Lists the tensors of a checkpoint's modules that are trained whole beside adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
-    names = trained_whole(base.model, lora)
-    return whole_tensors(base.model, family_of_base(base), names)
+    names = saved_parameters(base.model, lora)
+    return saved_tensors(base.model, family_of_base(base), names)
 
 
 def peft_config(source: Checkpoint, modules: Sequence[PeftModule]) -> dict[str, Any]:
@@ -375,8 +375,8 @@ def peft_config(source: Checkpoint, modules: Sequence[PeftModule]) -> dict[str, 
     }
     if any(arrays.values()):
         table["target_parameters"] = sorted({name for name in arrays.values() if name})
-    if whole := whole_of(source):
-        table["modules_to_save"] = sorted({tensor.module for tensor in whole})
+    if saved := saved_of(source):
+        table["modules_to_save"] = sorted({tensor.module for tensor in saved})
     if wide:
         table["rank_pattern"] = {name: lora.rank * times for name, times in wide.items()}
         table["alpha_pattern"] = {name: lora.alpha * times for name, times in wide.items()}

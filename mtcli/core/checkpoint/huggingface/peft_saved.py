@@ -17,14 +17,14 @@ from mtcli.core.checkpoint.huggingface.peft_modules import PREFIX
 from mtcli.core.checkpoint.reader import HEAD, Checkpoint
 from mtcli.core.checkpoint.safetensors_file import StoredBox
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.lora import whole_modules
+from mtcli.core.config.lora import saved_modules
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
 
 
-class WholeTensor(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of a whole module in peft's file, and the parameter whose elements it has."""
 
     parameter: str
@@ -36,7 +36,7 @@ class WholeTensor(NamedTuple):
         return self.box.key.split(".")[-2]
 
 
-def whole_tensors(model: ModelConfig, family: Family, names: Collection[str]) -> list[WholeTensor]:
+def saved_tensors(model: ModelConfig, family: Family, names: Collection[str]) -> list[SavedTensor]:
     """Lists the tensors of parameters by name, those of a head that is tied to one too."""
     table, found = parameters(model), []
     untied = model.model_copy(update={"tie_embeddings": False})
@@ -47,7 +47,7 @@ def whole_tensors(model: ModelConfig, family: Family, names: Collection[str]) ->
             boxes = family.boxes(table[name], model)
         if table[name].tied:
             boxes = [*boxes, *same("lm_head.weight")(parameters(untied)["head.weight"], untied)]
-        found += [WholeTensor(name, box._replace(key=PREFIX + box.key)) for box in boxes]
+        found += [SavedTensor(name, box._replace(key=PREFIX + box.key)) for box in boxes]
     return found
 
 
@@ -59,8 +59,8 @@ def named_modules(
     given = table.get("modules_to_save") or []
     is_list = isinstance(given, list) and all(isinstance(name, str) for name in given)
     left, found = set(given) if is_list else set(), []
-    for module, names in whole_modules(model).items():
-        theirs = {tensor.module for tensor in whole_tensors(model, family, names)}
+    for module, names in saved_modules(model).items():
+        theirs = {tensor.module for tensor in saved_tensors(model, family, names)}
         if theirs <= left:
             left -= theirs
             found.append(module)
@@ -71,7 +71,7 @@ def named_modules(
     return tuple(found)
 
 
-def require_tied(raw: Checkpoint, tensors: Collection[WholeTensor]) -> None:
+def require_tied(raw: Checkpoint, tensors: Collection[SavedTensor]) -> None:
     """Raises MtcliError where two modules of one parameter, by their keys in `raw`, differ."""
     first = {tensor.parameter: tensor.box.key for tensor in reversed([*tensors])}
     for tensor in tensors:
@@ -86,7 +86,7 @@ def require_tied(raw: Checkpoint, tensors: Collection[WholeTensor]) -> None:
             raise wrong(message, "train it with tied weights, or untie the base first")
 
 
-def read_whole(own: Checkpoint, tensors: Collection[WholeTensor]) -> Iterator[Tensor]:
+def read_saved(adapters: Checkpoint, tensors: Collection[SavedTensor]) -> Iterator[Tensor]:
     """Yields the elements of whole modules, in the order of peft's file."""
     for tensor in tensors:
-        yield own.read(tensor.parameter)[tensor.box.box.slices].permute(tensor.box.order)
+        yield adapters.read(tensor.parameter)[tensor.box.box.slices].permute(tensor.box.order)
