@@ -81,7 +81,7 @@ class LiveModel:
 
 def _of_forward_passes(config: RunConfig, world: int) -> RunConfig:
     """Returns the config of passes over whole sequences on a run's ranks, with the same shards."""
-    whole = {"sequence_parallel": False, "cp": 1, "zero": 0, "recompute": "none"}
+    update = {"sequence_parallel": False, "cp": 1, "zero": 0, "recompute": "none"}
     batch = BatchConfig(seq_len=config.model.max_seq_len, global_batch_size=world)
-    parallel = config.parallel.model_copy(update=whole)
+    parallel = config.parallel.model_copy(update=update)
     return config.model_copy(update={"parallel": parallel, "batch": batch})
