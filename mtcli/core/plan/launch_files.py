@@ -1,7 +1,7 @@
 """Writes the launch file that fits a plan: a Slurm batch script, or a JobSet of Kubernetes.
 
 Both run `mtcli train --resume --start-over`, so that the same file begins a run and goes on with
-it. docs/cluster.md says what to change for a cluster.
+it. docs/reference/cluster.md says what to change for a cluster.
 """
 
 from math import ceil
