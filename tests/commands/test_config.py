@@ -53,7 +53,7 @@ def test_what_is_shown_is_what_a_run_writes_and_runs_again(home):
     values = {name: entry for name, entry in again.items() if entry["value"] is not None}
     left_out = {name for name, entry in values.items() if entry["from"] != "file"}
     # Another optimizer brings its own, and an empty array of tables is not written.
-    assert left_out == {"optimizer.momentum", "optimizer.nesterov", "eval"}
+    assert left_out == {"optimizer.momentum", "optimizer.nesterov", "optimizer.group", "eval"}
 
 
 def test_epochs_are_the_steps_of_the_run_while_its_data_can_be_read(home):

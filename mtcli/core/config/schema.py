@@ -157,7 +157,7 @@ class GroupConfig(Section):
     group that matches it."""
 
     match: tuple[str, ...]
-    """parameters by checkpoints' names, as train.freeze has them: ["embedding", "*.router.*"]"""
+    """parameters by checkpoints' names, such as "*.router.*", as train.freeze has them"""
     lr_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 1.0
     """times the learning rate, whatever its schedule"""
     weight_decay: Decay | None = None
