@@ -59,7 +59,7 @@ def commands(steps: int) -> dict[str, str]:
         "train": f"train tiny --nproc 2 --set parallel.tp=2 {first}",
         "resume": f"train tiny --nproc 2 --set parallel.pp=2 {common} --set train.steps={steps} "
         "--resume",
-        "plot": f"runs plot {RUN} --output demo/loss.png",
+        "plot": f"runs plot {RUN} --smooth 12 --output demo/loss.png",
         "shard": f"shard {RUN} demo/hf --to hf --verify",
         "eval": f"eval demo/hf --nproc 2 --set parallel.tp=2 --task wikitext103={HELD_OUT} "
         "--json demo/eval.json",
