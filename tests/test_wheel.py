@@ -1,5 +1,6 @@
 """The wheel of `make wheel` runs the demo in an environment that has nothing else of ours."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*words, folder):
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -14,8 +14,9 @@ from run_folders import age, lock, lock_dead, write_checkpoint, write_run
 
 
 @pytest.fixture
-def home(tmp_path):
+def home(tmp_path, monkeypatch):
     """A folder with runs/: a finished run, an older one that was stopped, a trial of a sweep."""
+    monkeypatch.setenv("COLUMNS", "200")
     write_run(tmp_path / "runs" / "a", 20, valid_every=10)
     write_run(tmp_path / "runs" / "b", 10, of=20, saved=[10], optimizer={"lr": 0.5})
     write_run(tmp_path / "runs" / "sweep" / "seed=3", 5, overrides=["seed=3"])

@@ -59,7 +59,9 @@ def see_no_gpu(rank):
 
     torch.cuda.set_device = lambda device: None
     kind = "cpu" if rank == SLOW else "cuda"
-    launch._device = lambda name, local_rank: torch.device(kind, 0 if kind == "cuda" else None)
+    launch.compute_device = lambda name, local_rank: torch.device(
+        kind, 0 if kind == "cuda" else None
+    )
 
 
 def test_a_rank_that_has_no_gpu_where_the_others_have_is_named_at_the_start(tmp_path):

@@ -148,9 +148,9 @@ def _train(
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
-    saves = SaveSchedule(config.train, config.data.reselect_every)
     header = run_header(config, runtime.world, trainer.state_bytes(), str(start))
     log.begin(runtime, header | data_header(config, loader.batches, runtime.device))
+    saves = SaveSchedule(config.train, config.data.reselect_every)  # its clock starts here
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
     of_tokens = token_bytes(config, valid_loaders)

@@ -177,7 +177,7 @@ def test_a_row_has_lists_and_trackers_get_a_number_of_each_layer():
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     step = trainer.train_step(loader)
     loader.close()
-    row = _row(config, step, StepFacts(4, None, 0, None), 1.0)
+    row = _row(config, step, StepFacts(4, None, 0, None), 1.0, {})
     assert row["router_entropy"] == step.routers["router_entropy"] and len(step.routers) > 2
     values = _by_layer(row, step.routers, config.model.first_dense_layers)
     assert values["router_entropy/1"] == row["router_entropy"][0]

@@ -75,11 +75,11 @@ def test_more_ranks_than_gpus_is_an_error_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(MtcliError) as caught:
-        bringing_up._device("auto", 1)
+        bringing_up.compute_device("auto", 1)
     (problem,) = caught.value.problems
     assert problem.message == "local rank 1 has no GPU: this machine has 1"
     assert "--nproc 1" in problem.hint
-    assert bringing_up._device("auto", 0) == torch.device("cuda", 0)
+    assert bringing_up.compute_device("auto", 0) == torch.device("cuda", 0)
 
 
 def test_the_fast_product_is_as_accurate_as_float32():

@@ -85,4 +85,4 @@ def test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most(capsys, monkey
 def test_all_tables_are_printed_here():
     root = Path(__file__).parents[3] / "mtcli"
     found = {path.name for path in root.rglob("*.py") if "from rich" in path.read_text()}
-    assert found == {"console.py", "board.py"}, "and the live table of a sweep"
+    assert found == {"console.py", "board.py", "watch_screen.py"}, "and what is drawn again"
