@@ -245,8 +245,7 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
 
 
 def _require_launch_files(files: dict[str, str | None], output: str | None, force: bool) -> None:
-    """Raises MtcliError for launch files without the config that they name, and for those that
-    exist, without --force."""
+    """Raises MtcliError for launch files without --output, or that exist without --force."""
     from mtcli.core.config.errors import MtcliError, Problem
     from mtcli.core.runtime.outputs import require_writable
 

@@ -95,7 +95,7 @@ class EvaluatedStep(Section):
 
 
 class ValidationState(Section):
-    """What a run remembers of its validation losses."""
+    """The lowest validation losses of a run, and how long none was lower."""
 
     best: tuple[EvaluatedStep, ...] = ()
     """the lowest ones, lowest first"""

@@ -1,6 +1,6 @@
 """Evaluates the tasks of a config's [[eval]] tables on the weights of a run that trains.
 
-The results are those that `mtcli eval` has of the checkpoint of the step, in the run's precision.
+Results equal those of `mtcli eval` on the checkpoint of that step, in the run's precision.
 Requests are made anew each time, so that between evaluations they take no memory.
 """
 

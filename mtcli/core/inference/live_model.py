@@ -20,7 +20,7 @@ from mtcli.core.sync.strategy import Strategy
 
 
 class Trained(Protocol):
-    """What has the weights of a run that trains."""
+    """A run that trains, as the owner of the weights that an evaluation reads."""
 
     config: RunConfig
     groups: Groups

@@ -1,4 +1,4 @@
-"""Patterns over the names of parameters: of those that a run freezes, and of optimizer groups.
+"""Matches parameters by patterns of their names: for train.freeze and for optimizer groups.
 
 A pattern names a parameter, or a module and with it all that the module has: "embedding",
 "blocks.*.mlp.router". A star stands for any text, and "0-3" for the blocks 0 to 3.

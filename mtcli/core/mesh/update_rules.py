@@ -36,7 +36,7 @@ class ParameterUpdate(NamedTuple):
 
     @property
     def together(self) -> tuple[RuleFacts, int | None]:
-        """What parameters that are updated together have in common."""
+        """The settings that parameters share where one call updates them."""
         return self.rule, self.group
 
     def settings(self, optimizer: OptimizerConfig) -> OptimizerConfig:
