@@ -41,8 +41,16 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
     """A table for a section, then those of the sections inside it."""
     rows, inside = [], []
     for name, field in section.model_fields.items():
-        if inner := section_at(section, [name]):
-            inside += sections(inner, f"{path}.{name}".lstrip("."))
+        if inner := section_at(section, [name]) or section_at(section, [name, 0]):
+            if path.startswith("phase."):  # which is described above
+                rows.append(f"| `{name}` | table | none | {field.description} |\n")
+                continue
+            of_array = section_at(section, [name]) is None
+            if of_array:
+                rows.append(f"| `{name}` | tables | none | {field.description} |\n")
+            inside += sections(
+                inner, f"[{name}]" if of_array else f"{path.strip('[]')}.{name}".lstrip(".")
+            )
         else:
             default = _default(section, name, field)
             rows.append(

@@ -147,12 +147,17 @@ def field_kind(field: FieldInfo) -> FieldKind:
 
 
 def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Finds the section at a path of names; None where there is none."""
-    section = root
-    for key in path:
+    """Finds the section at a path of names, and of numbers in arrays of tables; None where there is
+    none."""
+    section, keys = root, list(map(str, path))
+    while keys:
+        key = keys.pop(0)
         if key not in section.model_fields:
             return None
-        inner = field_kind(section.model_fields[str(key)]).base
+        kind = field_kind(section.model_fields[key])
+        if kind.base is tuple and keys and keys[0].isdecimal():
+            kind = kind.items[min(int(keys.pop(0)), len(kind.items) - 1)]
+        inner = kind.base
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return None
         section = inner

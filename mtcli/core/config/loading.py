@@ -14,6 +14,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.not_found import download, near_path
+from mtcli.core.config.phases import with_steps_of_tokens
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
@@ -25,6 +26,7 @@ FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from wh
     "head_dim": ("num_heads", "hidden_size"),
     "ffn_hidden_size": ("hidden_size", "moe_ffn_hidden_size"),
 }
+LENGTHS = {"train.steps", "train.tokens", "train.epochs"}  # of which one sets that of a run
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
 
@@ -56,7 +58,7 @@ def read_config(
 def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     """Reads the table of a TOML file, run folder or preset, with overrides.
 
-    An override of steps replaces the table's epochs, and one of epochs its steps. A shorter run
+    An override of steps, tokens or epochs replaces what else sets the table's length. A shorter run
     also shortens the warm-up, unless that is overridden. An override of the head or of the data's
     format drops the settings that followed from the previous one.
     """
@@ -64,10 +66,9 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     table = with_overrides(base, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
     table = _of_other_data(base, table, fields)
-    if "train.steps" in fields and "train.epochs" not in fields:
-        table = _without(table, ["train", "epochs"])
-    if "train.epochs" in fields and "train.steps" not in fields:
-        table = _without(table, ["train", "steps"])
+    if named := fields & LENGTHS:
+        for name in LENGTHS - named:
+            table = _without(table, name.split("."))
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
             case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
@@ -135,7 +136,7 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     table, more = _with_architecture(table)
     problems += more
     try:
-        return RunConfig.model_validate(table), problems
+        return _with_length(RunConfig.model_validate(table), problems)
     except ValidationError as error:
         causes, remaining = _causes(error.errors(), table), table
         problems += [_problem(detail) for detail in causes[:MAX_PROBLEMS]]
@@ -147,9 +148,19 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
             if _no_whole_heads(detail):
                 remaining = _with(remaining, keys, USUAL_HEAD_DIM)
     try:
-        return RunConfig.model_validate(remaining), problems
+        return _with_length(RunConfig.model_validate(remaining), problems)
     except ValidationError:
         return None, problems
+
+
+def _with_length(config: RunConfig, problems: list[Problem]) -> tuple[RunConfig, list[Problem]]:
+    """Sets the steps of train.tokens, and adds the problem of other steps that are set too."""
+    given, config = config.train, with_steps_of_tokens(config)
+    if given.tokens and "steps" in given.model_fields_set and given.steps != config.train.steps:
+        message = f"tokens={given.tokens} are {config.train.steps} steps, and train.steps="
+        problem = Problem(f"{message}{given.steps}", "set one of them", "train.tokens")
+        return config, [*problems, problem]
+    return config, problems
 
 
 def dump_toml(config: RunConfig) -> str:
@@ -157,7 +168,10 @@ def dump_toml(config: RunConfig) -> str:
     import tomlkit
 
     implied = {"optimizer": config.optimizer.implied}
-    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True, exclude=implied))
+    implied |= {"train": {"steps"}} if config.train.tokens else {}
+    table = config.model_dump(mode="json", exclude_none=True, exclude=implied)
+    table["phase"] = [one.model_dump(mode="json", exclude_unset=True) for one in config.phase]
+    return tomlkit.dumps({name: value for name, value in table.items() if name != "phase" or value})
 
 
 @cache
@@ -348,11 +362,19 @@ def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _with(table: Table, keys: list[str], value: Any) -> Table:
+    """Sets a value; a number as a key names a table of an array, or the one after its last."""
     if not isinstance(table, dict):
         raise TypeError
-    if len(keys) > 1:
-        value = _with(table.get(keys[0], {}), keys[1:], value)
-    return table | {keys[0]: value}
+    name, *inside = keys
+    if not inside:
+        return table | {name: value}
+    if not inside[0].isdecimal():
+        return table | {name: _with(table.get(name, {}), inside, value)}
+    tables, number = table.get(name, []), int(inside[0])
+    if not isinstance(tables, list) or number > len(tables):
+        raise TypeError
+    (changed,) = _with({"": (tables + [{}])[number]}, ["", *inside[1:]], value).values()
+    return table | {name: [*tables[:number], changed, *tables[number + 1 :]]}
 
 
 def _without(table: Table, keys: list[str]) -> Table:

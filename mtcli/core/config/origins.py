@@ -18,9 +18,12 @@ FOLLOWS = re.compile(r"\[([^\[\]]+)\]$")
 
 
 def values_of(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (section.name, value) of each field; a section that is None is a value itself."""
+    """Yields (section.name, value) of each field; a section that is None is a value itself, and an
+    array of tables is one, of dictionaries."""
     for name in type(config).model_fields:
         value = getattr(config, name)
+        if name == "phase":
+            value = tuple(one.model_dump(mode="json", exclude_unset=True) for one in value)
         if isinstance(value, BaseModel):
             yield from values_of(value, f"{path}{name}.")
         else:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mtcli.core.config.phases import phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
@@ -72,6 +73,7 @@ class Member:
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:
         self.config, self.groups, self.dtype = config, groups, dtype
+        self.span = phases_of(config)[0]
         self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
@@ -92,4 +94,4 @@ class Member:
     @property
     def consumed_samples(self) -> int:
         """Sequences trained on so far."""
-        return self.step * self.config.batch.global_batch_size
+        return self.span.samples_before(self.step)

@@ -39,6 +39,9 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.data.reselect_every:
         message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
         yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
+    if config.phase:
+        message = f"{len(config.phase)} phases change one model's batches, and an array has one"
+        yield Problem(message, "leave them out, or train the runs one by one", "phase")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:

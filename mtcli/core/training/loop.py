@@ -11,21 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
+from mtcli.core.checkpoint.run_progress import BaseRecord
 from mtcli.core.config.errors import collect_errors, failed, visible
+from mtcli.core.config.phases import phase_after, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.vocabulary import describe_vocabulary
-from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.parallel.groups import Axis, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.sync.replica_average import distance
 from mtcli.core.sync.traffic import SyncTraffic
 from mtcli.core.training.consumed_samples import ConsumedSamples
-from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.phase_data import open_phase
 from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
@@ -67,9 +68,10 @@ def train(
         config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
             if world.rank == 0:
+                length = "train.tokens" if config.train.tokens else "train.steps"
                 done = f"step {start.step} of train.steps={config.train.steps} is done"
                 sys.stdout.write(
-                    visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
+                    visible(f"nothing to do: {done}; set more {length} to go on from {start}\n")
                 )
             return True
         return _train(config, runtime, start, stop, reselect)
@@ -106,44 +108,51 @@ def _train(
     stop: StopSignal,
     reselect: Reselect | None,
 ) -> bool:
-    trainer = Trainer(config, runtime)
-    loader, valid = together(
-        trainer.groups.world, lambda: _open_loaders(config, trainer.groups, start)
-    )
-    samples, last_good, base = restore(trainer, loader, start, runtime.local_rank)
-    adopt_current(loader, config, reselect, trainer.step)
+    trainer, phases = Trainer(config, runtime), phases_of(config)
+    span = phase_after(phases, start.step)
+    trainer.enter(span)
+    data = open_phase(span, trainer.groups, start, runtime.local_rank)
+    samples, last_good, base = restore(trainer, data.train, start, runtime.local_rank)
+    adopt_current(data.train, config, reselect, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
     saves = SaveSchedule(config.train, config.data.reselect_every)
-    data = describe_vocabulary(config) | loader.batches.describe()
-    data |= describe_attention(config, runtime.device)
-    log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
+    lines = describe_vocabulary(config) | data.train.batches.describe()
+    lines |= describe_attention(config, runtime.device)
+    log.begin(runtime, trainer.state_bytes(), str(start), lines | {"saves": str(saves)})
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
     def evaluate() -> list[float]:
-        assert valid is not None, "train.eval_every opens the validation data"
-        return [trainer.evaluate(valid)]
+        assert data.valid is not None, "train.eval_every opens the validation data"
+        return [trainer.evaluate(data.valid)]
 
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
         if is_due(config, steps[0].step) and not stopped:
             saver.finish()
-            adopt_current(loader, config, reselect, steps[0].step)
+            adopt_current(data.train, config, reselect, steps[0].step)
 
-    with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
+    with closing(log), closing(data), Saver(trainer, log, last_good) as saver:
         seat = Seat(trainer, samples, log, saver, base)
         live = Live(
             [seat],
             saves,
             trainer.sync_traffic,
-            train_step=lambda: [train_step(loader)],
+            train_step=lambda: [train_step(data.train)],
             evaluate=evaluate,
             stops=lambda: stop.received > 0,
             end=_give_up,
             after=reselect_when_due,
-            fault=lambda: f"; first {first_nonfinite(trainer, loader)}",
+            fault=lambda: f"; first {first_nonfinite(trainer, data.train)}",
         )
-        drive(live, config.train.steps)
+        log.enter(span)
+        goes_on = drive(live, span.last_step)
+        for later in phases[span.number + 1 :]:
+            if goes_on and later.steps:
+                trainer.enter(later)
+                data.enter(later, samples, runtime.local_rank)
+                log.enter(later)
+                goes_on = drive(live, later.last_step)
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps
@@ -244,20 +253,6 @@ def _goes_on(live: Live, seat: Seat, step: Step) -> bool:
     message = f"step {step.step}: {config.max_skips:,} batches in a row were skipped, as many as "
     live.end(seat, f"{message}train.max_skips allows")
     return False
-
-
-def _open_loaders(
-    config: RunConfig, groups: Groups, start: StartingPoint
-) -> tuple[MicroBatchLoader, MicroBatchLoader | None]:
-    """Opens the training data, and the validation data where train.eval_every is set."""
-    planned = None
-    if start.checkpoint and start.is_own:
-        planned = planned_samples(start.checkpoint)
-    loader, valid = collect_errors(
-        lambda: open_loader(config, groups, planned=planned),
-        lambda: open_loader(config, groups, validation=True) if config.train.eval_every else None,
-    )
-    return loader, valid
 
 
 def _give_up(seat: Seat, reason: str) -> None:

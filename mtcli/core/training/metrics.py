@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.phases import phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.mesh.parameters import training_flops
@@ -51,6 +52,7 @@ class RunRecords:
 
     def __init__(self, config: RunConfig, writes: bool, say: Callable[[str], None]) -> None:
         self.config, self.writes, self.say = config, writes, say
+        self.span = phases_of(config)[0]  # the phase of the steps that are recorded
         self.folder = Path(config.train.output)
         self.trackers: list[Tracker] = []
         self.behind = False  # records that could not be written
@@ -81,7 +83,9 @@ class RunRecords:
 
     def step(self, step: Step, facts: StepFacts) -> dict[str, Any]:
         """Records a step, and returns its row."""
-        row = _row(self.config, step, facts, self.flops_per_second)
+        row = _row(self.span.config, step, facts, self.flops_per_second)
+        if self.config.phase:
+            row["phase"] = self.span.number
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))

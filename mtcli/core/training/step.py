@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.phases import PhaseSpan, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
@@ -75,8 +76,13 @@ def conclude(run: RunState, loss: float, norm: float) -> Step:
     if outcome != "fault":
         run.step = step
         run.loss_scale.update(outcome == "overflow")
-    lr = learning_rate(run.config.optimizer, step, run.config.train.steps)
-    return Step(step, loss, lr, norm, 0.0, scale, outcome)
+    return Step(step, loss, rate_of(run.span, step), norm, 0.0, scale, outcome)
+
+
+def rate_of(span: PhaseSpan, step: int) -> float:
+    """The learning rate of a step, by the curve of its phase."""
+    begin, steps = span.curve
+    return learning_rate(span.config.optimizer, step - begin, steps)
 
 
 class Phases(NamedTuple):
@@ -104,10 +110,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
-        self.config = config
         self.groups = run_groups(config, runtime)
         self.layout = self.groups.layout
-        b, p = config.batch, config.parallel
         self.dtype = DTYPES[config.train.precision]
         self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
@@ -121,7 +125,8 @@ class Trainer:
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
         self.groups.world.recorder.sync_traffic = self.sync_traffic
-        tokens = [self.groups.axes["tokens" if p.sequence_parallel else "samples"]]
+        by_token = config.parallel.sequence_parallel
+        tokens = [self.groups.axes["tokens" if by_token else "samples"]]
         # Replicas with the same weights have the same biases, by the loads of all of them.
         if not self.exchange.weights_differ:
             tokens.append(self.groups.replicas)
@@ -129,15 +134,25 @@ class Trainer:
         bias_rate = 0.0 if config.lora.rank else config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
-        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
-        schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
-        self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
-        self.cuda_graphs = self._cuda_graphs()
         self.is_asynchronous = config.sync.asynchronous
-        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
+        self.enter(phases_of(config)[0])
         self.step = 0
         self._phase_ends: dict[str, float] = {}
         self.phases: Phases | None = None  # of the last step, for profile
+
+    def enter(self, span: PhaseSpan) -> None:
+        """Begins a phase of the run: makes anew what depends on the batch, and keeps the state."""
+        self.span, self.config = span, span.config
+        b, p = self.config.batch, self.config.parallel
+        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
+        schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
+        format = activation_format(self.config)
+        self.pipeline = Pipeline(self.stages, schedule, self.groups, format)
+        self.cuda_graphs = self._cuda_graphs()
+        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
+        if self.config.train.compile and span.number:
+            # Dynamo compiles for a new shape 8 times and then no more; a resumed run, afresh.
+            torch._dynamo.reset()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters, moments and exchange."""
@@ -159,7 +174,7 @@ class Trainer:
     @property
     def consumed_samples(self) -> int:
         """Sequences trained on so far: with the seed, all that the next batch depends on."""
-        return self.step * self.config.batch.global_batch_size
+        return self.span.samples_before(self.step)
 
     def train_step(self, loader: MicroBatchLoader) -> Step:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
@@ -174,7 +189,7 @@ class Trainer:
         scale, clip = self.loss_scale.scale, self.config.optimizer.clip
         is_ahead = self.exchange.updates_ahead
         if is_ahead:
-            lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
+            lr = rate_of(self.span, self.step + 1)
             self.exchange.update_ahead(lr, device_factor(sums[:, 0], clip, scale))
         loss_sums, square_sums = read().tolist()
         norms = [math.sqrt(square) / scale for square in square_sums]
@@ -210,8 +225,7 @@ class Trainer:
         batch = loader.step(self.step, self.loss_scale.scale)
         gradient_scale = self.loss_scale.scale / batch.replica_labels
         self._end_phase("data")
-        optimizer, steps = self.config.optimizer, self.config.train.steps
-        self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
+        self.exchange.before_step(rate_of(self.span, self.step + 1))
         self.strategy.before_step()
         self.balance.begin()
         backends = sdpa_backends(self.groups.device, repeats=True)

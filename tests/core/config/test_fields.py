@@ -103,7 +103,7 @@ UNKNOWN = {
     "weigth_decay": "did you mean 'optimizer.weight_decay'?",
     "factor": "did you mean 'model.rope_scaling.factor'?",
     "dp": "dp is what the other axes leave of the ranks: world / (cp * tp * pp)",
-    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train",
+    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train, phase",
 }
 # fmt: on
 
