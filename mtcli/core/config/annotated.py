@@ -14,8 +14,9 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
     """Returns TOML that `load_config` reads back to an equal config, apart from fields in
     `without`; these, and what TOML leaves out, stand at their section's end as comments."""
     lines_of: dict[str, list[str]] = {"": []}
-    section, written = "", set()
-    for line in filter(None, dump_toml(config).splitlines()):
+    tables, array, phases = dump_toml(config).partition("[[phase]]\n")
+    section, written = "", {"phase"} if phases else set()
+    for line in filter(None, tables.splitlines()):
         if line.startswith("["):
             section = line.strip("[]")
             lines_of[section] = ["", line]
@@ -29,7 +30,8 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
             section, _, name = field.rpartition(".")
             assigned = "" if value is None or field in without else f" = {shown(value)}"
             lines_of[section].append(_commented(f"# {name}{assigned}", comments[field]))
-    return "\n".join(line for lines in lines_of.values() for line in lines) + "\n"
+    text = "\n".join(line for lines in lines_of.values() for line in lines) + "\n"
+    return text + f"\n# phases: {comments['phase']}\n{array}{phases}" * bool(phases)
 
 
 def _commented(line: str, comment: str) -> str:

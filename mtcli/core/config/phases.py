@@ -113,7 +113,7 @@ def _placed(spans: list[PhaseSpan], phases: Sequence[PhaseConfig]) -> list[Phase
     """Adds to each phase the steps of its learning-rate curve, and its samples of one order."""
     pairs = zip(spans, spans[1:], strict=False)
     curves = [0, *(number for number, one in enumerate(phases, 1) if begins_curve(one))]
-    orders = [0, *(after.number for before, after in pairs if _order(before) != _order(after))]
+    orders = [0, *(second.number for first, second in pairs if _order(first) != _order(second))]
     placed = []
     for span in spans:
         first, last = _around(curves, span.number, spans)

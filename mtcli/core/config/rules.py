@@ -582,10 +582,10 @@ def _phases_follow(config: RunConfig, world: int) -> Iterator[Problem]:
         if refused:
             yield Problem(f"{what} with {setting}, whose rows are no run of tokens", cure, field)
     starts = [phase.from_tokens for phase in config.phase]
-    for number, (before, after) in enumerate(zip(starts, starts[1:], strict=False), 1):
-        if after <= before:
-            message = f"from_tokens={after} is not above the {before} of the phase before"
-            yield Problem(message, f"{before + 1} or more", f"phase.{number}.from_tokens")
+    for number, (first, second) in enumerate(zip(starts, starts[1:], strict=False), 1):
+        if second <= first:
+            message = f"from_tokens={second} is not above the {first} of the phase before"
+            yield Problem(message, f"{first + 1} or more", f"phase.{number}.from_tokens")
             return
     for span in phases_of(config)[1:-1]:
         if not span.steps and span.last_step < config.train.steps:

@@ -14,10 +14,11 @@ from mtcli.core.config.loading import (
     validate,
     with_overrides,
 )
+from mtcli.core.config.phases import phases_of, tokens_of, with_steps_of_tokens
 from mtcli.core.config.rules import lasting_problems, refusal
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.plan.budget import Goal, RunTotals
+from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import (
@@ -71,6 +72,13 @@ class PlanAnswer:
     tried: int = 0  # layouts of a search that found none to fit
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
+    phases: tuple[PhasePlan, ...] = ()  # with steps, where there are several
+
+    @property
+    def fullest(self) -> Prediction:
+        """The prediction with the most bytes of a rank: of the largest phase."""
+        phases = (one.prediction for one in self.phases)
+        return max((self.prediction, *phases), key=lambda p: p.memory.total)
 
     @property
     def title(self) -> str:
@@ -106,7 +114,7 @@ class PlanAnswer:
 
     def require_fit(self) -> None:
         """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""
-        p = self.prediction
+        p = self.fullest
         if not p.fits:
             need, have = gib(p.memory.total), gib(p.device.usable_bytes)
             capacity = gib(p.device.memory_bytes)
@@ -169,9 +177,12 @@ def with_run(
         )
     if request.config is None or (tokens, price) == (None, None):
         return replace(request, problems=tuple(problems), goal=goal)
-    train, batch = request.config.train, request.config.batch
-    tokens = tokens or train.steps * batch.global_batch_size * batch.seq_len
-    return replace(request, problems=tuple(problems), goal=goal, budget=RunTotals(tokens, price))
+    config = request.config
+    if config.phase and tokens:
+        train = config.train.model_copy(update={"tokens": round(tokens)})
+        config = with_steps_of_tokens(config.model_copy(update={"train": train}))
+    budget = RunTotals(tokens or tokens_of(config), price)
+    return replace(request, config=config, problems=tuple(problems), goal=goal, budget=budget)
 
 
 def _chosen_device(name: str | None, usual: str) -> tuple[Device, tuple[Problem, ...]]:
@@ -217,10 +228,29 @@ def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estima
             found = _answer(request, top, rehearse)
         else:
             found = _cheapest(request, top or DEFAULT_TOP, rehearse)
-        return replace(found, budget=request.budget)
+        phases = _phases(found, rehearse)
+        budget = request.budget and request.budget._replace(phases=phases)
+        return replace(found, budget=budget, phases=phases)
     except MtcliError as error:  # the rules are those of every command, and name its flag
         shown = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
         raise MtcliError(*shown, code=error.code, hint=error.hint) from None
+
+
+def _phases(found: PlanAnswer, rehearse: Rehearse) -> tuple[PhasePlan, ...]:
+    """The cost of each phase on the layout of an answer."""
+    spans = [span for span in phases_of(found.config) if span.steps]
+    if not found.config.phase:
+        return ()
+    p = found.prediction
+    plans = [
+        (span.config, predict_workload(Workload.of(span.config, p.work.layout.world), p.device))
+        for span in spans
+    ]
+    predictions = rehearse(plans)
+    return tuple(
+        PhasePlan(span.number, span.steps, one)
+        for span, one in zip(spans, predictions, strict=True)
+    )
 
 
 def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:

@@ -4,9 +4,11 @@ Energy is that of boards at their power limit, which training keeps them close t
 and cooling are not in it. Saves, restarts and evaluations are not in the time.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.plan.certainty import step_range
+from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.predict import Prediction
 
 Goal = Literal["time", "money", "energy"]  # what a search minimises
@@ -19,6 +21,58 @@ class RunTotals(NamedTuple):
 
     tokens: float
     price: float | None = None
+    phases: tuple["PhasePlan", ...] = ()
+
+
+class PhasePlan(NamedTuple):
+    """The cost of a step of a phase, of which the run makes `steps`."""
+
+    number: int  # 0: the run's own tables
+    steps: int
+    prediction: Prediction
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the phase."""
+        return self.steps * self.prediction.work.tokens_per_step
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of its steps."""
+        return self.steps * self.prediction.step_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of the phase for `plan --json`."""
+        return {
+            "phase": self.number,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "step_seconds": self.prediction.step_seconds,
+            "memory_bytes": round(self.prediction.memory.total),
+            "fits": self.prediction.fits,
+        }
+
+
+PHASES = ("phase", "steps", "tokens", "batch", "bytes per rank", "s/step", "hours")
+
+
+def phase_rows(phases: Sequence[PhasePlan]) -> list[list[str]]:
+    """Rows of the table of phases, and of all of them; * marks the one with the most bytes."""
+    fullest = max(phases, key=lambda one: one.prediction.memory.total)
+    rows = []
+    for one in phases:
+        p, work = one.prediction, one.prediction.work
+        memory = gib(p.memory.total) + " *" * (one is fullest)
+        sizes = f"{work.global_batch_size:,} x {work.seq_len:,}"
+        row = [str(one.number), f"{one.steps:,}", f"{one.tokens:,}", sizes, memory]
+        rows.append([*row, f"{p.step_seconds:.4g}", f"{one.seconds / HOUR:.4g}"])
+    steps, tokens, seconds = (
+        sum(getattr(one, name) for one in phases) for name in ("steps", "tokens", "seconds")
+    )
+    most = gib(fullest.prediction.memory.total)
+    rows.append(["all", f"{steps:,}", f"{tokens:,}", "", most, "", f"{seconds / HOUR:.4g}"])
+    return rows
 
 
 def budget_of(p: Prediction, budget: RunTotals) -> dict[str, Any]:
@@ -28,12 +82,15 @@ def budget_of(p: Prediction, budget: RunTotals) -> dict[str, Any]:
     seconds = {"planned": p.step_seconds, "low": None, "high": None}
     if spread:
         seconds |= {"low": spread.low, "high": spread.high}
-    steps = budget.tokens / work.tokens_per_step
+    steps, longer = budget.tokens / work.tokens_per_step, 1.0
+    if budget.phases:  # whose steps take the seconds of `longer` times as many of the first one's
+        steps = sum(one.steps for one in budget.phases)
+        longer = sum(one.seconds for one in budget.phases) / (steps * p.step_seconds)
 
     def times(factor: float | None) -> dict[str, float | None] | None:
         if not factor:
             return None
-        return {name: s and s * steps * factor for name, s in seconds.items()}
+        return {name: s and s * steps * longer * factor for name, s in seconds.items()}
 
     hours = work.layout.world / HOUR
     return {

@@ -211,8 +211,8 @@ class ConsumedSamples:
     def _source(self, number: int) -> DatasetRecord:
         sha256, sample_hash = self.hashes[number]
         size = self.span.config.batch.seq_len
-        before = samples_read(self.read.get(sample_hash, 0), size)
-        tokens = (before + self.samples[number]) * size
+        earlier = samples_read(self.read.get(sample_hash, 0), size)
+        tokens = (earlier + self.samples[number]) * size
         return DatasetRecord(
             prefix=self.batches.prefixes[number],
             weight=self.weights[number],

@@ -28,7 +28,7 @@ class SourceFiles(NamedTuple):
 
 
 @dataclass
-class PhaseData:
+class PhaseLoaders:
     """The training data of a phase, and its validation data where train.eval_every is set."""
 
     train: MicroBatchLoader
@@ -48,7 +48,9 @@ class PhaseData:
         self.train.close()
 
 
-def open_phase(span: PhaseSpan, groups: Groups, start: StartingPoint, local_rank: int) -> PhaseData:
+def open_phase(
+    span: PhaseSpan, groups: Groups, start: StartingPoint, local_rank: int
+) -> PhaseLoaders:
     """Opens the data of the phase that a run starts in. Collective."""
     planned, read = None, dict[str, int]()
     if start.checkpoint and start.is_own:
@@ -59,18 +61,18 @@ def open_phase(span: PhaseSpan, groups: Groups, start: StartingPoint, local_rank
 
 def _open(
     span: PhaseSpan, groups: Groups, planned: int | None, read: Mapping[str, int], local_rank: int
-) -> PhaseData:
-    config, world, places = span.config, groups.world, list[int]()
+) -> PhaseLoaders:
+    config, world, positions = span.config, groups.world, list[int]()
     if read:
         prefixes, _ = read_blend(config.data.train)
         sources = SourceFiles(prefixes, token_files(prefixes))
         hashes = data_hashes(sources, local_rank, world)
         tokens = [read.get(one.sampled, 0) for one in hashes]
-        places = [samples_read(count, config.batch.seq_len) for count in tokens]
+        positions = [samples_read(count, config.batch.seq_len) for count in tokens]
 
     def opened() -> list[MicroBatchLoader | None]:
         return collect_errors(
-            lambda: open_loader(config, groups, planned=planned, span=span, read=places),
+            lambda: open_loader(config, groups, planned=planned, span=span, read=positions),
             lambda: (
                 open_loader(config, groups, validation=True) if config.train.eval_every else None
             ),
@@ -78,4 +80,4 @@ def _open(
 
     train, valid = together(world, opened)
     assert train is not None
-    return PhaseData(train, valid)
+    return PhaseLoaders(train, valid)

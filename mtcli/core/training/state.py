@@ -47,6 +47,7 @@ FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optim
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
+OF_PHASES: tuple[str, ...]
 OF_PHASES = ("batch.seq_len", "batch.global_batch_size", "model.max_seq_len")
 OF_PHASES += ("model.rope_theta", "model.rope_scaling")
 # Optimizers whose exp_avg is the same mean of gradients: one goes on from the other's checkpoint.
@@ -183,7 +184,8 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
         del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
     if {*fixed["optimizer.name"]} == SAME_MEAN:
         del fixed["optimizer.name"]
-    token = span.tokens_before(checkpoint.step)
+    record = progress_of(checkpoint).samples
+    token = record.tokens if record else span.tokens_before(checkpoint.step)
     problems = [
         Problem(
             f"it is {new}, and the run was trained with {old}",
