@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as it needs it.
-# `make test` holds every promise of docs/promises.md; `make test-all` runs the whole suite.
+# `make test` holds every promise of docs/concepts/promises.md; `make test-all` runs the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of the suite: most tests use one core, some start ranks of their own, and many wait. So three

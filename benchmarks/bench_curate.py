@@ -59,7 +59,7 @@ ALL = ["normalise", "language", "rules", "exact", "fuzzy"]
 
 
 def sentences():
-    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    pages = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
     pages += [pydoc.plain(pydoc.render_doc(importlib.import_module(name))) for name in MODULES]
     text = re.sub(r"[|`#>*_]+", " ", "\n".join(pages))
     found = [" ".join(part.split()) for part in re.split(r"(?<=[.:;])\s", text)]

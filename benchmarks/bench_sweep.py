@@ -145,7 +145,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], help="fields of the config: lora.rank=8")
     parser.add_argument("--whole", action="store_true", help="command lines instead of steps")
     parser.add_argument("--fused", action="store_true", help="all models in one array")
-    parser.add_argument("--every", action="store_true", help="all that docs/sweep.md tells")
+    parser.add_argument(
+        "--every", action="store_true", help="all that docs/reference/sweep.md tells"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the file's tables")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -297,8 +299,8 @@ def record(args: argparse.Namespace, key: list[tuple[str, Any]], row: dict[str, 
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables of docs/sweep.md: processor time of B runs in turn over that of each contender,
-    and seconds of command lines."""
+    """The tables of docs/reference/sweep.md: processor time of B runs in turn over that of each
+    contender, and seconds of command lines."""
     rows = [row for row in found["rows"] if "contender" in row]
     lines = [f"{found['cpu']}, {found['cores']} cores, torch {found['torch']}", ""]
     lines += [

@@ -200,7 +200,7 @@ def _print_table(title: str, rows: list[list[str]]) -> None:
 
 def _options() -> argparse.Namespace:
     parser = Arguments(__doc__, fields=["gemm"])
-    words = "a JSON list of records, see docs/plan.md [published/few.json]"
+    words = "a JSON list of records, see docs/reference/plan.md [published/few.json]"
     parser.add_argument("runs", nargs="?", default=str(FEW), help=words)
     parser.add_argument("--hold-out", action="store_true", help="predict what is not fitted on")
     parser.add_argument("--ranges", action="store_true", help="print the ranges of kinds of runs")

@@ -6,8 +6,8 @@ mean loss over the last steps. On CPU float8 products are emulated: this measure
 
     python benchmarks/fp8_parity.py wiki.txt --json fp8.json --png fp8.png
 
-The text is any; docs/fp8.md has what WikiText-103's validation text gave. Each run resumes from its
-folder under --work where it was cut off, and one that is done is read again.
+The text is any; docs/concepts/fp8.md has what WikiText-103's validation text gave. Each run resumes
+from its folder under --work where it was cut off, and one that is done is read again.
 """
 
 import argparse

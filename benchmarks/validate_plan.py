@@ -1,6 +1,6 @@
 """Scores `mtcli plan` on published runs: prints the error in time per source, and memory.
 
-docs/plan.md says what a record holds. A folder stands for the lists in its *.json files.
+docs/reference/plan.md says what a record holds. A folder stands for the lists in its *.json files.
 
     python benchmarks/validate_plan.py runs.json --plot scatter.png
     python benchmarks/validate_plan.py FOLDER --json -

@@ -1,4 +1,4 @@
-"""Writes the field tables of docs/config.md from the config's own types and docstrings.
+"""Writes the field tables of docs/reference/config.md from the config's own types and docstrings.
 
 python scripts/config_docs.py          # after a field has changed
 python scripts/config_docs.py --check  # exit 1 where the page is not current
@@ -17,7 +17,7 @@ from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.origins import missing_default
 from mtcli.core.config.schema import RunConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
 
 

@@ -1,6 +1,6 @@
 """Draws docs/images/grids.png: planned steps of two-dimensional tensor parallelism over one's.
 
-python scripts/draw_grids.py  # also prints the table of docs/tensor-2d.md
+python scripts/draw_grids.py  # also prints the table of docs/concepts/tensor-2d.md
 
 GPT-3's layers with 128 heads on H100s, forward and backward in bf16, nothing recomputed.
 """

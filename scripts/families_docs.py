@@ -1,4 +1,4 @@
-"""Writes the tables of docs/families.md from the families' data and the tests' layouts.
+"""Writes the tables of docs/reference/families.md from the families' data and the tests' layouts.
 
 python scripts/families_docs.py          # after a family or a preset has changed
 """
@@ -11,7 +11,7 @@ from mtcli.core.checkpoint.huggingface.family import Family
 from mtcli.core.config.loading import load_config, preset_names
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "reference" / "families.md"
 LAYOUTS = ROOT / "tests" / "core" / "checkpoint" / "huggingface" / "test_huggingface.py"
 BEGIN, END = (
     "<!-- families: written by scripts/families_docs.py -->\n",

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the committed files of benchmarks/results.
+"""Writes the tables of docs/reference/performance.md from the files of benchmarks/results.
 
 python scripts/performance_docs.py          # after `make bench` or `make bench-gpu` wrote a file
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "reference" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = (
     "<!-- {kind}: written by scripts/performance_docs.py -->\n",

@@ -1,8 +1,8 @@
 """Plants the faults of package_faults.py in copies of the package and sees their tests turn red.
 
 `python tests/plant_faults.py [WORDS]` plants them one at a time, or those whose file or phrase has
-one of the words, and prints docs/faults.md's table. It ends with 1 where a fault's test is green
-with it, or red without. plant_parity_faults.py is the same for rows of the parity table.
+one of the words, and prints docs/reference/faults.md's table. It ends with 1 where a fault's test
+is green with it, or red without. plant_parity_faults.py is the same for rows of the parity table.
 """
 
 import os
@@ -94,7 +94,7 @@ def tested(folder, tests, *options):
 
 
 def row_of(fault, verdict, seconds):
-    """A row of docs/faults.md."""
+    """A row of docs/reference/faults.md."""
     line = f"`{fault.file}`: {code_of(fault.old)} -> {code_of(fault.new)}"
     return f"| {fault.room} | {fault.what} | {line} | {fault.seen_by} | {verdict} | {seconds} |"
 

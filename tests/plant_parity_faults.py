@@ -1,11 +1,12 @@
 """Plants the faults of parity_faults.py in copies of the package and sees rows turn red.
 
-`python tests/plant_parity_faults.py` prints docs/parity.md's table, and writes to parity_rows.json
-the fewest rows in which each fault is red twice: those that `make test` runs. It ends with 1 where
-a fault is red in less than two rows, or a row is red for no fault. A fault is tried on a few of the
-rows that can tell, first on those that were red most often, until two are red; a row that is red
-for none in the end, on each fault that it can tell. Each try is a process that imports its own copy
-of the package (`--on COPY NUMBERS`), in which the oracle has the fault too.
+`python tests/plant_parity_faults.py` prints docs/reference/parity.md's table, and writes to
+parity_rows.json the fewest rows in which each fault is red twice: those that `make test` runs. It
+ends with 1 where a fault is red in less than two rows, or a row is red for no fault. A fault is
+tried on a few of the rows that can tell, first on those that were red most often, until two are
+red; a row that is red for none in the end, on each fault that it can tell. Each try is a process
+that imports its own copy of the package (`--on COPY NUMBERS`), in which the oracle has the fault
+too.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The house: which room may import which, what opens files, and in which words it is written.
 
-Read from the syntax trees, so an import inside a function counts as well. docs/architecture.md has
-the same table, and a picture that scripts/draw_architecture.py draws from the imports.
+Read from the syntax trees, so an import inside a function counts as well.
+docs/concepts/architecture.md has the same table, and a picture that scripts/draw_architecture.py
+draws from the imports.
 """
 
 import ast
@@ -140,7 +141,7 @@ def test_every_folder_has_a_row_and_the_rows_make_no_circle():
 
 
 def test_the_docs_table_of_arrows_is_this_one():
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
     page = page[page.index("## The folders") : page.index("## Eight types")]
     sets = {"nothing": set()}
     for name, words in re.findall(r"^\| \*(\w+)\* \| (.*) \|$", page, re.MULTILINE):
@@ -378,7 +379,7 @@ class A:
 
 
 def test_the_contributing_page_lists_the_function_words():
-    page = (ROOT / "docs" / "contributing.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "contributing.md").read_text()
     rule = page[page.index("3. No local, ") :].partition(" is fine")[0]
     assert {*re.findall(r"`(\w+)`", rule)} == FUNCTION_WORDS | {"kept_rows"}
 

@@ -1,6 +1,6 @@
 """The planted faults of the package can still be planted, and the tests that see them are there.
 
-That they turn these tests red is `python tests/plant_faults.py`; docs/faults.md has it.
+That they turn these tests red is `python tests/plant_faults.py`; docs/reference/faults.md has it.
 """
 
 import ast
@@ -35,5 +35,5 @@ def test_every_room_of_the_package_has_one():
 
 
 def test_the_docs_list_them():
-    page = (ROOT / "docs" / "faults.md").read_text()
+    page = (ROOT / "docs" / "reference" / "faults.md").read_text()
     assert [fault.what for fault in PACKAGE_FAULTS if f"| {fault.what} |" not in page] == []

@@ -4,8 +4,8 @@ Each row of parity_factors.py trains a tiny model on a layout and is compared in
 weights bit for bit, every first gradient of every rank (replicas, padding and the second copy of a
 tied embedding too), every tensor of a checkpoint (optimizer, exchange and router biases too), and
 the curve of losses and gradient norms, which goes on from that checkpoint on another row's layout.
-`python tests/test_parity.py --table` prints the differences that docs/parity.md shows; words after
-it choose the rows that have all of them.
+`python tests/test_parity.py --table` prints the differences that docs/reference/parity.md shows;
+words after it choose the rows that have all of them.
 """
 
 import sys
@@ -67,7 +67,7 @@ def test_any_legal_row_with_stages_of_any_sizes_has_the_gradients_of_its_oracle(
 
 
 def print_table(words):
-    """Prints docs/parity.md's table: the measured differences of rows that have all words."""
+    """Prints the table of docs/reference/parity.md: differences of rows that have all words."""
     print("| row | goes on with | gradients | curve | checkpoint |\n|---|---|---|---|---|")
     for row in (row for row in TABLE if all(word in str(row) for word in words)):
         after = row.then(TABLE)

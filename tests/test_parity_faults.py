@@ -1,6 +1,7 @@
 """The parity table has each pair of options, and each of its rows has a planted fault to notice.
 
-That they turn rows red is `python tests/plant_parity_faults.py`; docs/parity.md has its table.
+That they turn rows red is `python tests/plant_parity_faults.py`; docs/reference/parity.md has its
+table.
 """
 
 import random
@@ -41,5 +42,5 @@ def test_every_row_has_a_fault_to_notice():
 
 
 def test_the_docs_list_the_faults():
-    page = (CORE.parent.parent / "docs" / "parity.md").read_text()
+    page = (CORE.parent.parent / "docs" / "reference" / "parity.md").read_text()
     assert [fault.what for fault in FAULTS if f"| {fault.what} |" not in page] == []

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_each_promise_names_tests_that_are_in_the_suite():
-    table = (ROOT / "docs" / "promises.md").read_text().partition("| promise |")[2]
+    table = (ROOT / "docs" / "concepts" / "promises.md").read_text().partition("| promise |")[2]
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= 25
     for promise, proof in rows:

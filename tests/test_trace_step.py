@@ -153,4 +153,4 @@ def test_the_page_has_the_published_counts(trace_step):
     table = importlib.import_module("table")
     record = json.loads((ROOT / "benchmarks" / "results" / "step-counts.json").read_text())
     assert [row["name"] for row in record["rows"]] == list(trace_step.PUBLISHED)
-    assert table.page(record) in (ROOT / "docs" / "performance.md").read_text()
+    assert table.page(record) in (ROOT / "docs" / "reference" / "performance.md").read_text()

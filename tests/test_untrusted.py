@@ -1,6 +1,6 @@
 """Nothing in a file is run: pickles, pipes and devices in the place of files do nothing.
 
-`docs/untrusted.md` lists what is read, by what, and with which checks.
+`docs/concepts/untrusted.md` lists what is read, by what, and with which checks.
 """
 
 import bz2

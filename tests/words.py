@@ -15,7 +15,7 @@ from collections import Counter
 
 from sources import FUSED, ROOT, SOURCES, nodes
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Retired word -> the field's term. These are looked for in names and in prose.
 RETIRED = {

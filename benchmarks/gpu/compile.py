@@ -3,7 +3,8 @@
     python benchmarks/gpu/compile.py                                  # sm_90, bf16, default configs
     python benchmarks/gpu/compile.py --arch 80 90 --dtype bf16 fp32
     python benchmarks/gpu/compile.py --only 'flash *' --all-configs   # what tuning may choose, too
-    python benchmarks/gpu/compile.py --arch 90 80 --roofline --markdown docs/kernels-compiled.md
+    python benchmarks/gpu/compile.py --arch 90 80 --roofline \\
+        --markdown docs/reference/kernels-compiled.md
 
 No GPU, driver or CUDA toolkit is needed. A case is an entry of the benchmark at one size
 (recipes.py). What Triton has compiled before comes from its cache. Each kernel has a verdict:

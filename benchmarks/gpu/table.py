@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/table.py benchmarks/results/*.json
 
-scripts/performance_docs.py puts them into docs/performance.md. A model that was measured by its
-layers gets one more row: what a step of all its layers would take, and the utilisation of the
-layers alone.
+scripts/performance_docs.py puts them into docs/reference/performance.md. A model that was measured
+by its layers gets one more row: what a step of all its layers would take, and the utilisation of
+the layers alone.
 """
 
 import json

@@ -5,7 +5,8 @@
 The real trainer takes its second step on fake tensors (see step_counts.py) at two depths. Their
 difference is what a layer more costs, and the rest is counted at the smaller depth. `--gpus` and
 `--rank` choose the rank of a layout, `--by frame` or `--by op` divides the counts, and
-`--published` counts the models of docs/performance.md. Attention runs by FlashAttention here.
+`--published` counts the models of docs/reference/performance.md. Attention runs by FlashAttention
+here.
 """
 # ruff: noqa: E402
 
@@ -47,7 +48,8 @@ FIELDS = ("launches", "aten", "triton", "collectives", "bytes_read", "bytes_writ
 FIELDS += ("gemm_flops", "attention_flops", "host_reads", "host_uploads")
 LLAMA, MIXTRAL, QWEN = "llama-3.1-8b", "mixtral-8x7b", "qwen2-57b-a14b"
 SHARDED = ("parallel.tp=2", "parallel.zero=1")
-# Models and layouts of docs/performance.md: preset, GPUs, micro-batch, tokens of a row, settings.
+# Models and layouts of docs/reference/performance.md: preset, GPUs, micro-batch, tokens of a row,
+# settings.
 # fmt: off
 PUBLISHED: dict[str, tuple[str, int, int, int, tuple[str, ...]]] = {
     "GPT-2 124M, 32 x 1024": ("gpt2-124m", 1, 32, 1024, ()),

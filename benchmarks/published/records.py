@@ -1,9 +1,9 @@
 """Reads published runs as workloads, with defaults for what a record leaves open.
 
 A record is JSON with source, model, gpu, n_gpus, precision, parallel, result and flop_convention
-(docs/plan.md lists the fields). Sources count FLOPs differently, so everything is turned into
-seconds of a step: from the time itself or from tokens/s where they are printed, and otherwise from
-TFLOP/s or MFU by the record's own convention.
+(docs/reference/plan.md lists the fields). Sources count FLOPs differently, so everything is turned
+into seconds of a step: from the time itself or from tokens/s where they are printed, and otherwise
+from TFLOP/s or MFU by the record's own convention.
 """
 
 import re

@@ -79,14 +79,16 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     if not records:
         none = Problem(f"{path} holds no run that can be predicted")
         each = [Problem(f"record {line}") for line in left_out[:SHOWN_REASONS]]
-        raise MtcliError(none, *each, hint="docs/plan.md says what a record holds")
+        raise MtcliError(none, *each, hint="docs/reference/plan.md says what a record holds")
     return records, left_out
 
 
 def _rows(file: Path) -> list[Any]:
-    rows = load_json(file, "see docs/plan.md", "name a JSON list of records, or a folder of them")
+    rows = load_json(
+        file, "see docs/reference/plan.md", "name a JSON list of records, or a folder of them"
+    )
     if not isinstance(rows, list):
-        raise wrong(f"{file} holds no list of records", "see docs/plan.md")
+        raise wrong(f"{file} holds no list of records", "see docs/reference/plan.md")
     return [row for group in rows for row in _expanded(group)]
 
 

@@ -8,7 +8,7 @@
     optimizer.step(active=fused.finite(model))
     nets = fused.unfuse(model)
 
-docs/fused.md says what runs and what is refused.
+docs/concepts/fused.md says what runs and what is refused.
 """
 
 from mtcli_fused.fusing import fuse, unfuse

@@ -66,7 +66,7 @@ def test_a_model_of_the_paper_trains_and_evaluates_as_it_does_alone(cases, name)
 
 
 def test_the_example_of_the_page_runs_and_ends_with_its_models():
-    page = (FOLDER.parent / "docs" / "fused.md").read_text()
+    page = (FOLDER.parent / "docs" / "concepts" / "fused.md").read_text()
     names = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert len(names["nets"]) == 4 and type(names["nets"][0][0]) is torch.nn.Conv2d

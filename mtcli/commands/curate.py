@@ -36,7 +36,7 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="files, folders and globs of .warc .wet .jsonl .txt (also under .gz .zst .xz .bz2), "
+        help="files, folders and globs of .html .warc .wet .jsonl .txt (also .gz .zst .xz .bz2) "
         "and .parquet; https:// s3:// gs:// hub:owner/name; or train-quality, with --good and "
         "--bad, to train a quality classifier",
     ),
@@ -66,7 +66,7 @@ Against = Annotated[
     ),
 ]
 Format = Annotated[
-    Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"] | None,
+    Literal["text", "jsonl", "csv", "tsv", "parquet", "html", "warc"] | None,
     typer.Option("--format", help="format of all inputs", show_default="by their endings"),
 ]
 DryRun = Annotated[

@@ -32,8 +32,8 @@ Tasks = Annotated[
         metavar="NAME=PATH",
         default_factory=list,
         show_default=False,
-        help="wikitext103=FILE, lambada=FILE, piqa=FOLDER and so on (docs/tasks.md lists them); "
-        "FILE.toml=PATH, a task of your own; with encoders mlm=PREFIX, race=FOLDER or "
+        help="wikitext103=FILE, lambada=FILE, piqa=FOLDER and so on (docs/reference/tasks.md has "
+        "them); FILE.toml=PATH, a task of your own; with encoders mlm=PREFIX, race=FOLDER or "
         "classification=FILE; lm_eval:NAME or lm_eval:FILE.yaml, a task of lm-evaluation-harness; "
         "any number of times",
     ),

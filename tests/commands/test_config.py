@@ -135,7 +135,8 @@ def test_wrong_words_are_told_with_a_way_out(home, words, message, hint):
 
 def test_explain_says_what_a_field_means_and_takes(home):
     text = config(home, "explain", "optimizer.trust_bounds")
-    assert "least and the largest trust ratio" in text and "docs/config.md#optimizer" in text
+    assert "least and the largest trust ratio" in text
+    assert "docs/reference/config.md#optimizer" in text
     assert "of use with optimizer.name = 'lamb' alone" in text
     assert "trust bounds are a range" in text
     fields = json.loads(config(home, "explain", "parallel.zero", "--json", "-"))["fields"]

@@ -33,7 +33,7 @@ STAGES = 'stages=["normalise", "language", "exact", "fuzzy"]'
 def write_corpus(folder, count, length):
     """Prose in two files, a tenth of it copies."""
     source = random.Random(11)
-    words = (ROOT / "docs" / "architecture.md").read_text().split()
+    words = (ROOT / "docs" / "concepts" / "architecture.md").read_text().split()
     for name in ("a", "b"):
         with open(folder / f"{name}.jsonl", "w") as file:
             texts = []

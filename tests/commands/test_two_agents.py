@@ -1,6 +1,6 @@
 """Two of torch's launch agents on one machine, as on two nodes: their ranks are killed in turn.
 
-KILLS=10 python -m pytest tests/commands/test_two_agents.py    # the drill of docs/cluster.md
+KILLS=10 python -m pytest tests/commands/test_two_agents.py  # as docs/reference/cluster.md
 """
 
 import json

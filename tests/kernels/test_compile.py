@@ -17,7 +17,7 @@ from mtcli.kernels.triton_launch import HAS_TRITON
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-PAGE = ROOT / "docs" / "kernels-compiled.md"
+PAGE = ROOT / "docs" / "reference" / "kernels-compiled.md"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 # 16384 numbers in 2 warps are 256 of each thread, of which 255 registers hold the fewer.

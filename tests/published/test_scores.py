@@ -211,7 +211,7 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         (None, "cannot be read"),
         ("{", "is not JSON"),
         ("{}", "holds no list of records"),
-        ("[]", "holds no run that can be predicted\n\nhint: docs/plan.md"),
+        ("[]", "holds no run that can be predicted\n\nhint: docs/reference/plan.md"),
         (
             '[{"id": 7}, 3]',
             "predicted\n\nerror: record 7: no field 'model'\n\nerror: record 1: 3 is no table",
@@ -280,8 +280,8 @@ def test_runs_are_counted_in_the_range_of_their_kind():
 
 
 def test_the_new_tables_of_the_checkout_are_read_and_predicted_as_the_docs_say():
-    """docs/plan.md: of the runs that judge, 5.2 % small and 6.6 % large of vTrain's, 4.4 % on B200,
-    and 2.8 % of B200's memory; the rank within each source is at least 0.9."""
+    """docs/reference/plan.md: of the runs that judge, 5.2 % small and 6.6 % large of vTrain's, 4.4
+    % on B200, and 2.8 % of B200's memory; the rank within each source is at least 0.9."""
     records, left_out = read_records(str(FEW.with_name("more.json")))
     found = summarize(score(records))
     assert not left_out and found["timed"] == 794
@@ -304,7 +304,7 @@ FURTHER = {  # sources of recipes.json: the median error's bound, and the rank's
 
 
 def test_runs_that_nothing_was_fitted_on_are_predicted_and_in_range_as_the_docs_say():
-    """docs/plan.md, the last rows of its second table."""
+    """docs/reference/plan.md, the last rows of its second table."""
     records, left_out = read_records(str(FEW.with_name("recipes.json")))
     found = summarize(score(records))
     assert not left_out and found["timed"] == 125 and set(found["sources"]) == set(FURTHER)

@@ -16,7 +16,7 @@ from mtcli.core.config.rules import ENGINE_RULES, NEEDS, RULES
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 
-PAGE = "docs/config.md"
+PAGE = "docs/reference/config.md"
 PRESET = "the preset whose shapes the other fields of [model] change"  # model.preset is no field
 FULL_NAME = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 

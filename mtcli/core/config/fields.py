@@ -1,4 +1,4 @@
-"""Describes the legal values of a config field, for errors and for docs/config.md.
+"""Describes the legal values of a config field, for errors and for docs/reference/config.md.
 
 A section is a frozen pydantic model. Every number has a range, its field's own bounds, to catch
 typing errors; this module repeats no number.

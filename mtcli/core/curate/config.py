@@ -35,7 +35,7 @@ CORPUS_STAGES = ("exact", "fuzzy", "decontaminate")  # what they do to a documen
 
 
 class ExtractConfig(Section):
-    """Extracts text from the HTML of WARC files."""
+    """Extracts text from pages: HTML files, and the HTML of WARC files."""
 
     engine: Literal["resiliparse", "justext"] = "resiliparse"
     """resiliparse (main content, fast) or justext (MT-NLG's own choice)."""

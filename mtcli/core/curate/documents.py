@@ -25,7 +25,13 @@ from mtcli.core.data.sources import (
 from mtcli.core.runtime.remote import is_remote
 
 WET = ".wet"  # extracted text, in WARC's format
-CURATE_KINDS: Kinds = KINDS | {".warc": "warc", WET: "warc"}
+CURATE_KINDS: Kinds = KINDS | {
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".warc": "warc",
+    WET: "warc",
+}
 BLOCK_BYTES = 8 << 20  # of input, that a worker does at a time
 DIGITS = 31  # of a number's key, moved up by OFFSET so that none is negative
 OFFSET = 10**30
@@ -77,7 +83,7 @@ class CorpusFiles(NamedTuple):
 def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFiles:
     """Finds the files that `inputs` name, each once. Raises MtcliError for a missing input."""
     if not inputs:
-        raise wrong("no input", "give files, folders or globs of WARC, JSON lines, text, Parquet")
+        raise wrong("no input", "give files, folders or globs of HTML, WARC, JSON, text, Parquet")
     listing = find_sources(inputs, kind, CURATE_KINDS)
     once = {_place(source): source for source in listing.sources}
     parent = os.path.commonpath([os.path.dirname(path) for path in once])

@@ -11,13 +11,12 @@ from mtcli.core.curate.config import as_dict
 from mtcli.core.curate.documents import BLOCK_BYTES
 from mtcli.core.curate.report import described
 from mtcli.core.curate.request import Corpora, CurateRequest
-from mtcli.core.data.sources import REMOVED, REPORT
+from mtcli.core.data.sources import REMOVED, REPORT, REPORT_HTML
 from mtcli.core.runtime.outputs import require_apart
 from mtcli.core.runtime.work_folder import WorkFolder
 
 WORK = ".curate"
 MADE = "out"  # in the work folder: what is moved to the output once all of it is there
-REPORT_HTML = "report.html"
 
 
 def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:

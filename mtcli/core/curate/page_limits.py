@@ -48,6 +48,14 @@ class TooSlow(Exception):
     """A page that took more than MAX_SECONDS."""
 
 
+def require_readable(html: bytes) -> None:
+    """Raises ValueError for a page that is too deep, or has a tag with too many attributes."""
+    if depth_of(html) > MAX_DEPTH:
+        raise ValueError(f"a page of more than {MAX_DEPTH:,} nested elements")
+    if has_many_attributes(html):
+        raise ValueError(f"a page with a tag of more than {MAX_ATTRIBUTES:,} attributes")
+
+
 def depth_of(html: bytes) -> int:  # noqa: C901, PLR0912 - one pass of a tokenizer
     """Returns the most elements that are open at once, at most MAX_DEPTH + 1; 0 for a page of few
     tags.

@@ -22,7 +22,6 @@ from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output_folder import (
     MADE,
-    REPORT_HTML,
     WORK,
     begin,
     done_before,
@@ -35,7 +34,7 @@ from mtcli.core.curate.report import build_report, nothing_left, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
 from mtcli.core.curate.shards import LEVEL, ShardJob, changed_lines, plan_shards, sample_keys
 from mtcli.core.data.documents import count_lines
-from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
+from mtcli.core.data.sources import REMOVED, REPORT, REPORT_HTML, TextBlock, told
 from mtcli.core.runtime.atomic_writes import atomic_file, folder_of, write_text
 from mtcli.core.runtime.process_pool import Progress
 from mtcli.core.runtime.work_folder import WorkFolder

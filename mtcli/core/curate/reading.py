@@ -13,6 +13,7 @@ from mtcli.core.curate.documents import (
     made_key,
     stem,
 )
+from mtcli.core.curate.page_file import read_page
 from mtcli.core.curate.parts import is_finite, load_line
 from mtcli.core.curate.warc import read_warc
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
@@ -50,6 +51,9 @@ class Reader(NamedTuple):
         name, lines_before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":
             yield from read_warc(piece.source, name, self.html, progress)
+            return
+        if piece.source.kind == "html":
+            yield read_page(piece.source, name, progress)
             return
         unnamed, is_parquet = stem(name), piece.source.kind == "parquet"
         for item in read_documents(piece, self.reading, progress):

@@ -47,10 +47,10 @@ def find_corpora(request: CurateRequest) -> Corpora:
         lambda: _require_files(request.config),
     )
     if _has_pages(new) and "extract" not in request.config.ordered:
-        said = "a WARC file is given, and the stages have no extract"
+        said = "HTML is given, and the stages have no extract"
         raise wrong(said, "stages = ['extract', ...]", "stages")
     if old and _has_pages(old):
-        said = "a WARC file is given, whose pages are no text yet"
+        said = "HTML is given, whose pages are no text yet"
         raise wrong(said, "mtcli curate it first, and name the folder that this makes", "--against")
     corpora = Corpora(new, old)
     require_used(corpora.sources, request.text_key, request.split_on_blank)
@@ -58,9 +58,9 @@ def find_corpora(request: CurateRequest) -> Corpora:
 
 
 def _has_pages(files: CorpusFiles) -> bool:
-    """Says whether a corpus has WARC files other than WET, whose records are texts already."""
-    warc = (Path(source.path) for source in files.sources if source.kind == "warc")
-    return any(inner_name(path).suffix != WET for path in warc)
+    """Says whether a corpus has HTML, or WARC files other than WET, whose records are texts."""
+    pages = (Path(source.path) for source in files.sources if source.kind in ("html", "warc"))
+    return any(inner_name(path).suffix != WET for path in pages)
 
 
 def _require_files(config: CurateConfig) -> None:

@@ -20,13 +20,10 @@ from mtcli.core.curate.config import ExtractConfig
 from mtcli.core.curate.documents import BadRecord, Document, PassedOver, key_of, made_key, stem
 from mtcli.core.curate.extras import require
 from mtcli.core.curate.page_limits import (
-    MAX_ATTRIBUTES,
     MAX_BYTES,
-    MAX_DEPTH,
     MAX_SECONDS,
     TooSlow,
-    depth_of,
-    has_many_attributes,
+    require_readable,
     time_limit,
 )
 from mtcli.core.data.compressed import pieces
@@ -158,10 +155,8 @@ def _made(record: Any, content: bytes, name: str, number: int) -> Document:
     headers, html, text = record.headers, None, ""
     if headers.get("WARC-Type") == TEXTS:
         text = _text(content)
-    elif depth_of(html := content) > MAX_DEPTH:
-        raise ValueError(f"a page of more than {MAX_DEPTH:,} nested elements")
-    elif has_many_attributes(html):
-        raise ValueError(f"a page with a tag of more than {MAX_ATTRIBUTES:,} attributes")
+    else:
+        require_readable(html := content)
     identity = (headers.get("WARC-Record-ID") or "").strip("<>")
     key = key_of(identity) if identity else made_key(name, number)
     assert key is not None, "text is an id"

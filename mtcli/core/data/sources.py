@@ -22,7 +22,7 @@ from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 from mtcli.core.runtime.remote import is_remote, list_remote, open_input, path_of
 
-FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"]
+FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet", "html", "warc"]
 # By the ending of a name, under that of a compression; a file of another needs its kind named.
 KINDS: dict[str, FileKind] = {
     ".txt": "text",
@@ -38,8 +38,10 @@ KINDS: dict[str, FileKind] = {
 Kinds = Mapping[str, FileKind]
 # Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
 BESIDE = {".md", ".csv", ".tsv"}
+PAGES = {".html", ".htm", ".warc"}  # whose text `mtcli curate` extracts
 STDLIB, STDIN = "stdlib", "-"
-REPORT, REMOVED = "report.json", "removed.jsonl.zst"  # of `mtcli curate`, beside its shards
+# Of `mtcli curate`, beside its shards.
+REPORT, REPORT_HTML, REMOVED = "report.json", "report.html", "removed.jsonl.zst"
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 BLOCK_BYTES = 4 << 20
 # Where documents may end.
@@ -114,7 +116,7 @@ def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> N
     kinds, problems = {source.kind for source in sources}, []
     if blank and "text" not in kinds:
         problems.append(Problem("no input is plain text", "leave it out", "--split-on"))
-    if text_key != "text" and kinds <= {"text", "warc"}:
+    if text_key != "text" and kinds <= {"text", "html", "warc"}:
         problems.append(Problem("no input has keys or columns", "leave it out", "--text-key"))
     if sources and problems:
         raise MtcliError(*problems)
@@ -213,13 +215,15 @@ def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceF
         skipped = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
         hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
-        raise wrong(f"{folder} holds no file to read{skipped}", kinds.accepted + hint)
+        of_pages = PAGES & left_out.keys() - kinds.by_ending.keys()
+        pages = f"mtcli curate makes text of {', '.join(sorted(of_pages))}; " if of_pages else ""
+        raise wrong(f"{folder} holds no file to read{skipped}", pages + kinds.accepted + hint)
     return [_source(path, kinds) for path in files]
 
 
 def _is_of_curate(path: Path) -> bool:
-    """Says whether a file lists documents that `mtcli curate` removed: one beside shards."""
-    return path.name == REMOVED and (path.parent / REPORT).exists()
+    """Says whether a file is no document, but what `mtcli curate` says of the shards beside it."""
+    return path.name in (REMOVED, REPORT_HTML) and (path.parent / REPORT).exists()
 
 
 def told(left_out: Mapping[str, int]) -> str:

@@ -9,7 +9,9 @@ from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import MAX_BYTES, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, DAMAGE, pieces
 
-WHICH = "is it the data set's own file, and whole? docs/eval.md says what each data set is"
+WHICH = (
+    "is it the data set's own file, and whole? docs/reference/eval.md says what each data set is"
+)
 
 
 def read_text(path: Path, field: str = "--task") -> str:

@@ -8,7 +8,7 @@ class Physics:
     """The shares and latencies that separate a step from the datasheet's rates.
 
     Some were measured alone; `benchmarks/fit_physics.py` fitted the others together, once, on
-    published runs (docs/plan.md). None is specific to a source, model or row.
+    published runs (docs/reference/plan.md). None is specific to a source, model or row.
     """
 
     gemm: float = 0.897

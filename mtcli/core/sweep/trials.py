@@ -214,7 +214,11 @@ class SweepSpace:
             n if "." in n else f"{section}.{n}" for n in meant_fields(name, section_names, fields)
         ]
         matches = [path for path in near if path in fields]
-        hint = f"did you mean {matches[0]}?" if matches else "docs/config.md lists the fields"
+        hint = (
+            f"did you mean {matches[0]}?"
+            if matches
+            else "docs/reference/config.md lists the fields"
+        )
         raise wrong(f"there is no field {field!r}", hint, "--vary")
 
     def _value(self, field: str, word: str) -> Any:

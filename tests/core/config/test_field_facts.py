@@ -10,7 +10,7 @@ from mtcli.core.config.field_facts import explain, rules_on
 from mtcli.core.config.loading import all_fields, read_config
 from mtcli.core.config.rules import ENGINE_RULES, NEEDS, RULES
 
-PAGE = Path(__file__).parents[3] / "docs" / "config.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
 
 
 def test_every_rule_that_reports_a_field_is_among_its_rules():
@@ -53,7 +53,7 @@ def test_a_setting_says_which_fields_need_it():
 
 def test_a_preset_is_explained_though_it_is_no_field():
     (fact,) = explain("model.preset")
-    assert "tiny" in fact.kind.options and fact.docs == "docs/config.md#presets"
+    assert "tiny" in fact.kind.options and fact.docs == "docs/reference/config.md#presets"
 
 
 def test_every_field_is_described_where_it_is_said_to_be():
@@ -65,7 +65,7 @@ def test_every_field_is_described_where_it_is_said_to_be():
     for field in all_fields():
         (fact,) = explain(field)
         page, _, anchor = fact.docs.partition("#")
-        assert page == "docs/config.md"
+        assert page == "docs/reference/config.md"
         assert f"| `{field.rpartition('.')[2]}` |" in by_anchor[anchor], field
         assert fact.help and "\n" not in fact.help and fact.default
 

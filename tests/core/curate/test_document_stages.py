@@ -20,7 +20,7 @@ import zstandard
 from corpora import refusal, removed, shards, warc_bytes, warc_record, write_jsonl
 from fastwarc import stream_io
 
-from mtcli.core.curate import page_limits
+from mtcli.core.curate import page_file, page_limits
 from mtcli.core.curate import warc as warc_module
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
@@ -278,6 +278,56 @@ def test_long_pages_that_are_flat_are_not_deep():
     assert depth_of(b"<i>" * 100 + b"<br>" * 4000) == 100
 
 
+def test_html_files_become_the_text_of_the_same_pages_in_a_warc_file(pages, run, tmp_path):
+    (tmp_path / "a.warc.gz").write_bytes(warc_bytes(pages))
+    wanted = {one["text"] for one in shards(run(tmp_path / "a.warc.gz", stages=["extract"]))}
+    for folder, (url, _, _, html) in zip(("one", "two/three", "two/three"), pages, strict=True):
+        (tmp_path / "site" / folder).mkdir(parents=True, exist_ok=True)
+        name = url.rpartition("/")[2]
+        (tmp_path / "site" / folder / f"{name}.html").write_bytes(html)
+    page = tmp_path / "site" / "two" / "three" / "heapq.html"
+    page.with_name("heapq.htm.gz").write_bytes(gzip.compress(page.read_bytes()))
+    page.unlink()
+    found = shards(run(tmp_path / "site", stages=["extract"], force=True))
+    assert {record["text"] for record in found} == wanted
+    assert sorted((record["id"], record["source"]) for record in found) == [
+        ("one/textwrap.html:1", "one"),
+        ("two/three/csv.html:1", "three"),
+        ("two/three/heapq.htm.gz:1", "three"),
+    ]
+
+
+def test_a_html_file_is_read_in_its_own_encoding(run, tmp_path):
+    words = "Ein längerer Absatz über Bäume und Straßen, der genug Wörter hat. " * 9
+    page = "<html><head><meta charset='iso-8859-1'></head><body><p>{}</p></body></html>"
+    (tmp_path / "a.html").write_bytes(page.format(words).encode("iso-8859-1"))
+    (tmp_path / "b.html").write_bytes(page.format(words).encode("utf-16"))
+    texts = [record["text"] for record in shards(run(tmp_path, stages=["extract"]))]
+    assert texts == [words.strip()] * 2
+
+
+def test_html_files_that_cannot_be_read_are_bad_records(pages, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_file, "MAX_BYTES", 1 << 20)
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "good.html").write_bytes(pages[0][3])
+    (folder / "deep.html").write_bytes(NESTED["div"])
+    (folder / "bomb.html.gz").write_bytes(gzip.compress(b"<p>" + b"x" * (64 << 20)))
+    (folder / "cut.html.gz").write_bytes(gzip.compress(pages[0][3])[:-9])
+    (folder / "none.html").touch()
+    out = run(folder, stages=["extract"], skip_bad=True)
+    assert len(shards(out)) == 1
+    ended = "Compressed file ended before the end-of-stream marker was reached"
+    assert json.loads((out / "report.json").read_text())["bad_lines"]["examples"] == [
+        "bomb.html.gz:1: a page of more than 1,048,576 bytes",
+        f"cut.html.gz: the file is damaged: {ended}",
+        "deep.html:1: a page of more than 4,000 nested elements",
+        "none.html: the file is damaged: it has 0 bytes",
+    ]
+    said = refusal(lambda: run(folder, stages=["rules"]))
+    assert "HTML is given, and the stages have no extract" in said
+
+
 ATTRIBUTES = "a{}=x ", 'a{}="x>"', "a{}\n", "a{} = '>' ", "/A{}", "a'{} "
 
 
@@ -395,7 +445,7 @@ def test_a_warc_file_of_no_pages_is_refused_with_what_was_passed_over(pages, run
     wet.write_bytes(warc_bytes(pages))
     assert "3 HTML, and the stages have no extract" in refusal(lambda: run(wet, stages=["exact"]))
     old = [str(path)]
-    assert "--against: a WARC file" in refusal(lambda: run(wet, stages=["exact"], against=old))
+    assert "--against: HTML is given" in refusal(lambda: run(wet, stages=["exact"], against=old))
 
 
 @pytest.mark.parametrize("too_long", [100, 10**9])

@@ -123,4 +123,4 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, line, message):
     with pytest.raises(MtcliError) as caught:
         prepare(file, TOKENIZER, TaskOptions(max_seq_len=9))
     assert caught.value.problems[0].message == f"{file}, line 2: {message}"
-    assert "docs/eval.md" in caught.value.problems[0].hint
+    assert "docs/reference/eval.md" in caught.value.problems[0].hint

@@ -118,7 +118,7 @@ def _report(
     shots_from: str,
     scores: Sequence[Score],
 ) -> Report:
-    """Reports the accuracies, each with its interval; see docs/eval.md."""
+    """Reports the accuracies, each with its interval; see docs/reference/eval.md."""
     spans = [scores[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     clusters = [entry.item.cluster for entry in asked] if task.cluster else None
     if not task.answer:

@@ -49,7 +49,7 @@ class Renderer:
         try:
             self._program = Sandbox(task.file, TaskProgram, task.model_dump())
         except ValueError as error:
-            hint = "its templates and expressions are Jinja's: docs/tasks.md"
+            hint = "its templates and expressions are Jinja's: docs/reference/tasks.md"
             raise wrong(f"{task.file}: {error}", hint, "--task") from None
         except OverLimit as limit:
             raise wrong(str(limit), limit.hint, "--task") from None

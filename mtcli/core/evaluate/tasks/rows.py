@@ -44,7 +44,9 @@ def read_test(path: Path, layout: DataLayout) -> Split:
     file = _first(path, layout.test)
     if file is None:
         message = f"{path} holds none of {', '.join(layout.test)}"
-        raise wrong(message, "name the file, or the folder it is in: docs/tasks.md", "--task")
+        raise wrong(
+            message, "name the file, or the folder it is in: docs/reference/tasks.md", "--task"
+        )
     return _read(file, layout, layout.test_labels)
 
 
@@ -69,7 +71,9 @@ def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split
     kind = _format(file, text, layout)
     rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file, text))
     if not rows:
-        raise wrong(f"{file} has 0 rows", "docs/tasks.md says what each data set is", "--task")
+        raise wrong(
+            f"{file} has 0 rows", "docs/reference/tasks.md says what each data set is", "--task"
+        )
     if not label_files:
         return Split(rows, file)
     labels = _first(file.parent, tuple(Path(name).name for name in label_files))
@@ -105,7 +109,7 @@ def _format(file: Path, text: str, layout: DataLayout) -> str:
     if suffix not in suffixes:
         said = f"{file} ends in {suffix}, and is no JSON lines"
         hint = f"name it by what it holds: {', '.join(filter(None, suffixes))} or .jsonl"
-        raise wrong(said, f"{hint}; docs/tasks.md says what each data set is", "--task")
+        raise wrong(said, f"{hint}; docs/reference/tasks.md says what each data set is", "--task")
     return layout.format
 
 

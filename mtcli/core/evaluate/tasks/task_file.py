@@ -17,7 +17,7 @@ from mtcli.core.config.synonyms import closest
 from mtcli.core.config.untrusted import parse_toml, read_untrusted
 
 SUFFIX = ".toml"
-PAGE = "docs/tasks.md says what a task file has"
+PAGE = "docs/reference/tasks.md says what a task file has"
 Normalisation = Literal["token", "character", "byte", "unconditional"]
 
 
