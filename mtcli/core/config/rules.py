@@ -718,6 +718,7 @@ NEEDS = (
         ("conversations", *HEAD_OF_FORMAT),
         "whose length is in steps and which has no lines to read",
     ),
+    Need(("train.ema",), "sync.method", ("all_reduce",), "whose replicas may have other weights"),
     Need(("lora.alpha", "lora.dropout", "lora.targets"), "lora.rank", (), "which has no adapters"),
 )
 

@@ -294,6 +294,8 @@ class TrainConfig(Section):
     """number format; fp8 is for GEMMs, beside bf16. Master weights are fp32 or wider"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """number format of the optimizer's moments; bf16: adamw and muon, betas up to 0.996"""
+    ema: Fraction = 0.0
+    """decay of an average of the weights, kept in fp32 and saved beside them; 0 keeps none"""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """number format of sums of gradients; bf16: adamw and muon, precision bf16 or fp8"""
     fp8_scaling: Fp8Scaling = "rowwise"

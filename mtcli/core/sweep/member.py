@@ -15,6 +15,7 @@ from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.weight_average import WeightAverage
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
 from mtcli.core.sweep.array_memory import ModelTensors
@@ -78,6 +79,7 @@ class Member:
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
         self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)
+        self.average = WeightAverage({}, 0.0)  # an array keeps none
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         self.loss_scale = LossScale.of(config.train)
         self.step = 0

@@ -36,17 +36,22 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         message = "biases of routers are one model's, and are moved by its loads"
         hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
         yield Problem(message, hint, f"model.{field}")
-    if config.data.reselect_every:
-        message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
-        yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
-    if config.phase:
-        message = f"{len(config.phase)} phases change one model's batches, and an array has one"
-        yield Problem(message, "leave them out, or train the runs one by one", "phase")
+    reselect = config.data.reselect_every
+    of_one = {
+        "data.reselect_every": (
+            reselect,
+            f"reselect_every={reselect} chooses by one model's weights",
+        ),
+        "train.ema": (train.ema, f"ema={train.ema:g} averages one model's weights"),
+        "phase": (len(config.phase), f"{len(config.phase)} phases change one model's batches"),
+        "train.cuda_graphs": (train.cuda_graphs, "CUDA graphs replay one model's micro-batches"),
+    }
+    for field, (is_set, message) in of_one.items():
+        if is_set:
+            off = f"set {field}={'false' if is_set is True else 0}"
+            yield Problem(message, "leave them out" if field == "phase" else off, field)
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
-    if train.cuda_graphs:
-        message = "CUDA graphs replay one model's micro-batches"
-        yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
 
 
 def require_array(config: RunConfig | None, problems: Sequence[Problem], world: int) -> RunConfig:

@@ -32,6 +32,7 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.weight_average import KIND, WeightAverage
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
@@ -63,6 +64,7 @@ class RunState(Protocol):
     dtype: torch.dtype
     table: Mapping[str, Parameter]
     optimizer: Optimizer
+    average: WeightAverage
     exchange: ReplicaExchange
     loss_scale: LossScale
     step: int
@@ -284,7 +286,8 @@ def _boxes(trainer: RunState, name: str, shard: OwnedShard, differs: bool) -> li
 def _owned_state(trainer: RunState) -> dict[str, OwnedShard]:
     """The shards of the optimizer's and the exchange's state, by `<kind>/<parameter>`."""
     state = {}
-    for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
+    tensors = trainer.optimizer.state() | trainer.average.state() | trainer.exchange.state()
+    for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         rows = trainer.exchange.rows_here(kind, name) or trainer.strategy.ownership.rows(name)
         state[key] = OwnedShard(trainer.table[name], tensor, rows)
@@ -295,6 +298,7 @@ def initialise(trainer: RunState) -> None:
     """Fills the weights from the config's seed."""
     _fill_from_seed(trainer, trainer.strategy.shards)
     trainer.optimizer.reset_masters()
+    trainer.average.begin()
     trainer.exchange.begin()
 
 
@@ -316,6 +320,7 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
         else:
             _fill_from_seed(trainer, _adapter_shards(trainer))
     trainer.optimizer.reset_masters()
+    trainer.average.begin()
     trainer.exchange.begin()
 
 
@@ -367,7 +372,9 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     afresh = _changes_optimizer(trainer, saved)
     for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
-        if stored not in stored_names and key.startswith("master/"):
+        if stored not in stored_names and key.startswith(f"{KIND}/"):
+            stored = f"{OPTIMIZER}master/{shard.parameter.name}"
+        if stored not in stored_names and key.startswith(("master/", f"{KIND}/")):
             stored = shard.parameter.name
         shard.tensor.zero_()
         kind = key.partition("/")[0]

@@ -26,6 +26,7 @@ from mtcli.core.optim.grad_norm import clip_factor, device_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer, moment_dtype
+from mtcli.core.optim.weight_average import WeightAverage
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.device_read import start_read
 from mtcli.core.parallel.groups import Groups, make_groups
@@ -121,6 +122,7 @@ class Trainer:
         weights, ownership = self.strategy.weights(), self.strategy.ownership
         moments = moment_dtype(config.train)
         self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype, moments)
+        self.average = WeightAverage(self.optimizer.masters, config.train.ema)
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
@@ -164,6 +166,7 @@ class Trainer:
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         weight_memory = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
+        buffers += self.average.tensors.values()
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
@@ -202,6 +205,7 @@ class Trainer:
                 self.exchange.note_loss(loss_sums[replica] / batch.replica_labels)
             if not is_ahead:
                 self.exchange.update(step.lr, clip_factor(norms[replica], clip) / scale)
+            self.average.update()
             expert_load = self.balance.move_biases()
         elif is_ahead:
             self.optimizer.updates -= 1  # it changed nothing
