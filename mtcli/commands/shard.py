@@ -251,10 +251,10 @@ def _averaged(source: "Checkpoint", path: str, average: str, nproc: int) -> "Che
         said = f"--average {average}, and {path} is a run of {len(folders)} checkpoints"
         hint = f"2 to {len(folders)}" if len(folders) > 1 else "a run that keeps more: train.keep"
         raise wrong(said, f"{hint}; or ema", "--average")
-    others = [open_folder(find_checkpoint(folder)) for folder in folders[-count:-1]]
-    for checkpoint in others:
+    earlier = [open_folder(find_checkpoint(folder)) for folder in folders[-count:-1]]
+    for checkpoint in earlier:
         verify_in_processes(checkpoint, nproc, lambda _: None)
-    return mean_of([*others, source])
+    return mean_of([*earlier, source])
 
 
 def _to_peft(
