@@ -223,7 +223,7 @@ def test_a_changed_batch_is_refused_without_a_phase_and_past_phases_stay(home, w
     done = mtcli(*words, "phase.0.batch.global_batch_size=16")
     assert done.returncode == 2
     assert "it is 16, and the run was trained with 8" in done.stderr
-    assert "a [[phase]] with from_tokens = 384 or more changes it" in done.stderr
+    assert "a [[phase]] with from_tokens = 256 or more changes it" in done.stderr
     done = mtcli(*words, "phase.0.from_tokens=96")
     assert done.returncode == 2
     message = "the phases give 36 sequences in its first 6 steps, and the run was trained with 32"
