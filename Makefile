@@ -9,7 +9,7 @@ WORKERS ?= 3
 GPU_WORKERS ?= 6
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint budgets bench gpu bench-gpu
+.PHONY: demo test test-all lint wheel budgets bench gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -29,6 +29,10 @@ lint: .venv/installed-test
 # suite then compiles a handful, until a source changes. Takes minutes; commit the file that it writes.
 budgets: .venv/installed-test
 	$(BIN)/python tests/kernels/budgets_seen.py --compile
+
+# dist/mtcli-VERSION-py3-none-any.whl, to install elsewhere.
+wheel: .venv/made
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # Every benchmark of a CPU, into one JSON file of benchmarks/results. BENCH_ARGS=--resume goes on with an interrupted
 # one, and BENCH_ARGS=--tiny tries every script in seconds each.

@@ -26,7 +26,7 @@ FLAGS |= {"-o": "--output", "--batch": "--global-batch", "--batch-size": "--glob
 # What other tools have a flag for, and here is a command's argument.
 ARGUMENTS = ("--config", "--model", "--checkpoint")
 # Flags that name a file to write, where their metavar says so; and endings of a dataset's files.
-WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot")
+WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot", "--sbatch", "--jobset")
 ENDINGS = (".bin", ".idx", ".json")
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
@@ -229,6 +229,7 @@ COMMANDS: dict[str, Target] = {
         ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
+        ("runs", "List runs: state, step, loss, tokens, time, size"),
         ("eval", "Evaluate a checkpoint on published tasks or your own"),
         ("generate", "Sample text from a checkpoint"),
         ("profile", "Run a few steps of a config with timers"),
@@ -246,6 +247,7 @@ MEANT = {
     **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
     **dict.fromkeys(("search", "estimate", "presets", "check"), "plan"),
     **dict.fromkeys(("env", "diagnose", "info", "health", "versions"), "doctor"),
+    **dict.fromkeys(("list", "ls", "status", "watch", "plot", "compare", "prune"), "runs"),
     **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),
 }
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtcli.core.config.fields import FieldKind, field_kind, section_at
+from mtcli.core.config.fields import FieldKind, field_kind, section_at, table_header
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.origins import missing_default
 from mtcli.core.config.schema import RunConfig
@@ -41,22 +41,17 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
     """A table for a section, then those of the sections inside it."""
     rows, inside = [], []
     for name, field in section.model_fields.items():
-        if inner := section_at(section, [name]) or section_at(section, [name, 0]):
-            if path.startswith("phase."):  # which is described above
-                rows.append(f"| `{name}` | table | none | {field.description} |\n")
-                continue
-            of_array = section_at(section, [name]) is None
-            if of_array:
-                rows.append(f"| `{name}` | tables | none | {field.description} |\n")
-            inside += sections(
-                inner, f"[{name}]" if of_array else f"{path.strip('[]')}.{name}".lstrip(".")
-            )
+        if path.startswith("phase.0.") and section_at(section, [name]):  # described above
+            rows.append(f"| `{name}` | table | none | {field.description} |\n")
+        elif inner := section_at(section, [name]):
+            item = ".0" if field_kind(field).holds_tables else ""
+            inside += sections(inner, f"{path}.{name}{item}".lstrip("."))
         else:
             default = _default(section, name, field)
             rows.append(
                 f"| `{name}` | {_type(field_kind(field))} | {default} | {field.description} |\n"
             )
-    title = f"`[{path}]`" if path else "The top level"
+    title = f"`{table_header(path)}`" if path else "The top level"
     columns = "| field | type | default | meaning |\n|---|---|---|---|\n"
     return [
         f"\n### {title}\n\n{' '.join(section.__doc__.split())}\n\n{columns}" + "".join(rows),

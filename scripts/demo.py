@@ -1,8 +1,11 @@
 """The main job on the embedded corpus, as plain mtcli commands, and a table of what they measured.
 
 Run by `make demo`. Everything is written to the folder `demo`, which is replaced.
+
+python scripts/demo.py [--steps N]  # of training, divided by 3
 """
 
+import argparse
 import json
 import shlex
 import shutil
@@ -15,51 +18,59 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import mtcli
 from mtcli.core.data.indexed import Indexed
 
 DEMO = Path("demo")
 RUN = "demo/run"
 HELD_OUT = DEMO / "held-out.txt"
-FIRST, LAST = 80, 120  # the step at which the layout changes, and the last one
-COMMON = (
-    f"--set data.train='[\"demo/stdlib\"]' --set train.output={RUN} "
-    f"--set train.eval_every=40 --set optimizer.decay_steps={LAST}"
-)
-
-COMMANDS = {
-    "preprocess": "preprocess stdlib --output demo/stdlib --tokenizer train:8192 "
-    "--json demo/preprocess.json",
-    "plan": "plan tiny --gpus 2 --device cpu --set parallel.tp=2 --json demo/plan.json",
-    "train": f"train tiny --nproc 2 --set parallel.tp=2 {COMMON} --set train.steps={FIRST}",
-    "resume": f"train tiny --nproc 2 --set parallel.pp=2 {COMMON} --set train.steps={LAST} "
-    "--resume",
-    "shard": f"shard {RUN} demo/hf --to hf --verify",
-    "eval": f"eval demo/hf --nproc 2 --set parallel.tp=2 --task wikitext103={HELD_OUT} "
-    "--json demo/eval.json",
-    "generate": "generate demo/hf --prompt 'def main(' --max-tokens 40",
-    "profile": "profile tiny --nproc 2 --set parallel.pp=2 --steps 5 --report demo/report.html "
-    "--json demo/profile.json",
-}
 
 
 def main() -> None:
     """Runs the commands in turn, stops at the first that fails, and shows the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=120)
+    steps = parser.parse_args().steps
     start = time.perf_counter()
     shutil.rmtree(DEMO, ignore_errors=True)
     DEMO.mkdir()
     HELD_OUT.write_text(held_out_text())
-    seconds = {name: run(command) for name, command in COMMANDS.items()}
+    seconds = {name: run(command) for name, command in commands(steps).items()}
     table = Table("step", "seconds", "measured", title="What the demo measured")
-    for name, measured in results().items():
+    for name, measured in results(steps).items():
         table.add_row(name, f"{seconds[name]:.1f}", measured)
     Console(highlight=False).print("\n", table)
     say(f"wrote {', '.join(str(path) for path in sorted(DEMO.iterdir()))}")
     say(f"in {time.perf_counter() - start:.0f} s")
 
 
+def commands(steps: int) -> dict[str, str]:
+    """The command lines in order; the layout changes after two thirds of the steps."""
+    common = (
+        f"--set data.train=demo/stdlib --set train.output={RUN} "
+        f"--set train.eval_every={steps // 3} --set optimizer.decay_steps={steps}"
+    )
+    first = f"{common} --set train.steps={steps // 3 * 2}"
+    return {
+        "preprocess": "preprocess stdlib --output demo/stdlib --tokenizer train:8192 "
+        "--json demo/preprocess.json",
+        "plan": "plan tiny --gpus 2 --device cpu --set parallel.tp=2 --json demo/plan.json",
+        "train": f"train tiny --nproc 2 --set parallel.tp=2 {first}",
+        "resume": f"train tiny --nproc 2 --set parallel.pp=2 {common} --set train.steps={steps} "
+        "--resume",
+        "shard": f"shard {RUN} demo/hf --to hf --verify",
+        "eval": f"eval demo/hf --nproc 2 --set parallel.tp=2 --task wikitext103={HELD_OUT} "
+        "--json demo/eval.json",
+        "generate": "generate demo/hf --prompt 'def main(' --max-tokens 40",
+        "profile": "profile tiny --nproc 2 --set parallel.pp=2 --steps 5 "
+        "--report demo/report.html --json demo/profile.json",
+    }
+
+
 def held_out_text() -> str:
     """Source of mtcli's own, which no standard library has."""
-    return "\n".join(path.read_text() for path in sorted(Path("mtcli/core/mesh").glob("*.py")))
+    folder = Path(mtcli.__file__).parent / "core" / "mesh"
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
 
 
 def say(line: str) -> None:
@@ -78,11 +89,11 @@ def run(command: str) -> float:
     return time.perf_counter() - start
 
 
-def results() -> dict[str, str]:
+def results(num_steps: int) -> dict[str, str]:
     """A line on each command, from the files that they wrote."""
     read = {path.stem: json.loads(path.read_text()) for path in DEMO.glob("*.json")}
     steps = [json.loads(line) for line in (Path(RUN) / "metrics.jsonl").read_text().splitlines()]
-    first, second = steps[:FIRST], steps[FIRST:]
+    first, second = steps[: num_steps // 3 * 2], steps[num_steps // 3 * 2 :]
     held_out = read["eval"]["tasks"]["wikitext103"]
     profile, plan = read["profile"], read["plan"]
     return {

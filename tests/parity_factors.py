@@ -56,6 +56,11 @@ SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
 FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
+GROUPED = {"group": [{"match": ["embedding", "blocks.0"], "lr_scale": 0.2},
+                     {"match": ["*.mlp.*"], "lr_scale": 3.0, "weight_decay": 0.7}]}  # fmt: skip
+FROZEN = {"freeze": ["embedding", "blocks.0"]}
+FROZEN_PARTS = {"freeze": ["blocks.*.attention", "final_norm", "blocks.1.mlp.experts",
+                           "blocks.0.mlp.router"]}  # fmt: skip
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
@@ -227,13 +232,16 @@ class Row(NamedTuple):
         sections = self.chosen("samples") | self.chosen("update") | self.chosen("adapters")
         sections |= self.more_training
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
+        train |= sections.pop("train", {})
         parts = {"parallel": self.parallel, "batch": self.batch, "train": train}
         return run_config(self.model, **parts, **sections)
 
     @property
     def more_training(self):
         """The sections that its oracle has too, besides the model's."""
-        return {name: self.more[name] for name in ("lora", "optimizer") if name in self.more}
+        return {
+            name: self.more[name] for name in ("lora", "optimizer", "train") if name in self.more
+        }
 
     @property
     def oracle(self):
@@ -476,6 +484,27 @@ MORE_ROWS = [
            model=MLA_PLAIN),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "etp", "zero": "1",
             "adapters": "lora"}, model=MLA | {"init_std": 0.2}),
+    row_of({"model": "gpt", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1",
+            "dropout": "yes"}, train=FROZEN),
+    row_of({"model": "llama", "dp": "2", "zero": "3", "recompute": "full"}, train=FROZEN),
+    row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2"}, train=FROZEN),
+    row_of({"model": "moe biased", "tp": "2", "experts": "ep etp", "dp": "2", "zero": "1"},
+           train=FROZEN_PARTS),
+    row_of({"model": "moe biased", "pipeline": "1f1b", "experts": "ep", "dp": "2", "zero": "3"},
+           train=FROZEN_PARTS),
+    row_of({"model": "moe biased", "pipeline": "zero_bubble", "experts": "ep", "dp": "2",
+            "recompute": "full"}, train=FROZEN),
+    row_of({"model": "gpt", "pipeline": "interleaved", "update": "lamb"}, train=FROZEN),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "update": "muon"}, train=FROZEN),
+    row_of({"model": "moe", "tp": "2", "experts": "ep etp", "dp": "2", "zero": "3"},
+           optimizer=GROUPED),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1"},
+           optimizer=MUON | GROUPED),
+    row_of({"model": "gpt", "cp": "ring", "dp": "2", "zero": "1"}, optimizer=LAMB | GROUPED),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b", "dp": "2", "zero": "1"},
+           lora=ADAPTED | {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "zero_bubble", "dp": "2"},
+           lora={"rank": 2, "modules_to_save": ["wte"]}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

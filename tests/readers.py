@@ -42,7 +42,13 @@ from mtcli.core.evaluate.tasks.task_file import load_task
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.model import end_ids
 from mtcli.core.profile.finished_run import read_run, summary_of
+from mtcli.core.runs.loss_curves import read_curves
+from mtcli.core.runs.run_search import find_runs
+from mtcli.core.runs.run_summary import summaries, varied_fields
+from mtcli.core.runs.run_tables import listed_table
+from mtcli.core.runs.run_watch import RunWatcher, panel
 from mtcli.core.runtime import sandbox
+from mtcli.core.runtime.json_text import json_text
 from mtcli.core.runtime.work_folder import WorkFolder
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.trials import Range, Varied
@@ -435,6 +441,51 @@ def events(folder):
     return check, ["".join(json.dumps(line) + "\n" for line in (saved, resumed)).encode()]
 
 
+def run_listing(name):
+    """A file of a run as `mtcli runs` reads it: whatever is in it, the run is listed."""
+
+    def reader(folder):
+        write_listed(folder)
+
+        def check(data):
+            (folder / name).write_bytes(data)
+            (run,) = summaries(find_runs(folder))
+            assert isinstance(run.step, int) and json_text(run.as_json())
+            assert panel(RunWatcher(folder).look(), 80).count("\n") < 30
+            listed_table([run], varied_fields([run, run._replace(fields={"seed": 1})]))
+
+        return check, [(folder / name).read_bytes()]
+
+    return reader
+
+
+def write_listed(folder):
+    """Writes a run that has trained a step, on a machine that is another."""
+    (folder / "config.toml").write_bytes(MODEL_TOML)
+    rows = [STEP | {"total_tokens": 8, "total_seconds": 0.5, "memory_bytes": 9, "valid_loss": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved = {"event": "saved", "step": 1, "bytes": 8}
+    failed = {"event": "failed", "step": 1, "reason": "loss nan"}
+    lines = [json.dumps(event) + "\n" for event in (saved, failed)]
+    (folder / "events.jsonl").write_text("".join(lines))
+    (folder / "run.json").write_text('{"world": 2, "host": "node7"}')
+    holder = {"host": "a", "boot": "b", "namespace": "c", "pid": 7, "started": 1}
+    (folder / "run.lock").write_text(json.dumps(holder | {"since": "", "launcher": 0}))
+
+
+def loss_curves(folder):
+    """metrics.jsonl of a run as `mtcli runs plot` reads it: each step once, in order."""
+    write_listed(folder)
+
+    def check(data):
+        (folder / "metrics.jsonl").write_bytes(data)
+        (run,) = read_curves([folder])
+        assert run.steps == sorted(set(run.steps)) and len(run.losses) == len(run.tokens)
+        assert run.as_json()["steps"][-1] == run.steps[-1]
+
+    return check, [(folder / "metrics.jsonl").read_bytes() * 2]
+
+
 def run_facts(folder):
     """run.json of a run."""
     (folder / "config.toml").write_bytes(MODEL_TOML)
@@ -607,6 +658,12 @@ READERS = {
     "metrics": metrics,
     "run_facts": run_facts,
     "events": events,
+    "listed_config": run_listing("config.toml"),
+    "listed_metrics": run_listing("metrics.jsonl"),
+    "listed_events": run_listing("events.jsonl"),
+    "listed_facts": run_listing("run.json"),
+    "listed_lock": run_listing("run.lock"),
+    "loss_curves": loss_curves,
     "tokenizer": tokenizer,
     "tokenizer_config": tokenizer_config,
     "lambada": lambada,

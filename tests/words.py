@@ -15,7 +15,8 @@ from collections import Counter
 
 from sources import FUSED, ROOT, SOURCES, nodes
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 # Retired word -> the field's term. These are looked for in names and in prose.
 RETIRED = {

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Overrides, refuse_flags
+from mtcli.commands.options import JsonOut, Overrides, refuse_flags, taken_from_hub
 from mtcli.commands.output import answer, answering, echo, write_json
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
+from mtcli.core.config.nameable import CONFIGS
 
 if TYPE_CHECKING:
     from mtcli.core.training.run_config import ResolvedConfig
@@ -20,8 +21,8 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG | A B | FIELD]",
-        help="CONFIG, A and B: a TOML file, a run folder, a preset's name, or a Hugging Face "
-        "folder; FIELD: section.name, or a section",
+        callback=taken_from_hub,
+        help=f"CONFIG, A and B: {CONFIGS}; FIELD: section.name, or a section",
     ),
 ]
 Gpus = Annotated[

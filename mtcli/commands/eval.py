@@ -15,6 +15,7 @@ from mtcli.commands.options import (
     Weights,
     given_flags,
     refuse_flags,
+    taken_from_hub,
 )
 from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
@@ -116,6 +117,7 @@ Ensemble = Annotated[
     typer.Option(
         "--ensemble",
         metavar="CHECKPOINT",
+        callback=taken_from_hub,
         default_factory=list,
         show_default=False,
         help="a further classifier whose probabilities are averaged in, any number of times",
@@ -223,53 +225,23 @@ def _print_result(result: dict[str, Any], items: str | None, json_out: str | Non
 
 def _compare(a: str, b: str, json_out: str | None) -> None:
     """Prints which of two results is better at each task, and whether significantly."""
+    from mtcli.core.evaluate.compared_rows import COLUMNS, compared_rows
     from mtcli.core.evaluate.comparison import compare_files
     from mtcli.core.runtime.console import print_table
 
     result = compare_files(a, b)
     if answer(result, json_out):
-        rows = []
-        for task, report in result["tasks"].items():
-            more = [value for value in report.values() if isinstance(value, dict)]
-            rows += [_compared_row(task, metric) for metric in (report, *more)]
-        columns = "task", "metric", "A", "B", "B - A", "95 % interval", "p", "Holm", "MDE", "better"
-        print_table(f"A is {a}, B is {b}", columns, rows)
+        print_table(f"A is {a}, B is {b}", COLUMNS, compared_rows(result))
         say_wrote(json_out)
 
 
-def _compared_row(task: str, report: "Report") -> list[str]:
-    low, high = report["interval"]
-    figures = [report[key] for key in ("p_value", "adjusted_p_value", "minimum_detectable")]
-    return [
-        task,
-        report["metric"],
-        _show(report["a"]),
-        _show(report["b"]),
-        f"{report['difference']:+.4f}",
-        f"{low:+.4f} to {high:+.4f}",
-        *map(_show, figures),
-        report["verdict"].upper() if report["verdict"] != "tied" else "tied",
-    ]
-
-
 def _print_table(tasks: "dict[str, Report]") -> None:
+    from mtcli.core.evaluate.compared_rows import show_figure
     from mtcli.core.runtime.console import print_table
 
     rows = [
-        [task if number == 0 else "", metric, _show(value)]
+        [task if number == 0 else "", metric, show_figure(value)]
         for task, report in tasks.items()
         for number, (metric, value) in enumerate(report.items())
     ]
     print_table("", ("task", "metric", "value"), rows)
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return " to ".join(map(_show, value))
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4e}"

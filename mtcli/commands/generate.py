@@ -241,8 +241,9 @@ def _require_draws(context: typer.Context, temperature: float) -> None:
     given = given_flags(context, DRAWS) if temperature == 0.0 else []
     if given:
         what = "temperature=0 takes the likeliest token and draws none"
-        hint = "leave it out, or --temperature 1"
-        raise MtcliError(*(Problem(what, hint, flag) for flag in given))
+        raise MtcliError(
+            *(Problem(what, f"leave {flag} out, or --temperature 1", flag) for flag in given)
+        )
 
 
 def _require_top_p(top_p: float) -> None:

@@ -4,33 +4,54 @@ A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Np
 ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` has its own default, an empty list.
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mtcli.core.config.nameable import CHECKPOINTS, CONFIGS, HUB, as_hub
+
 if TYPE_CHECKING:
     from mtcli.core.config.errors import Problem
 
-_CONFIG = typer.Argument(
-    metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"
-)
+
+def named(word: str, context: typer.Context | None = None) -> str:
+    """Reads owner/name of nothing here as a model of the hub, and says so, once in a context."""
+    hub = as_hub(word)
+    if hub is None:
+        return word
+    from mtcli.commands.output import echo
+    from mtcli.core.runtime.launch import environment_rank
+    from mtcli.core.runtime.worker_errors import LAUNCHED
+
+    said = context.meta.setdefault(HUB, set()) if context else set()
+    if word not in said and not environment_rank() and LAUNCHED not in os.environ:
+        echo(f"note: no file or folder here is {word}: it is taken as {hub}", err=True)
+    said.add(word)
+    return hub
+
+
+def taken_from_hub(context: typer.Context, value: Any) -> Any:
+    """Reads the words of a parameter as `named` does; the callback of each that takes a model."""
+    if isinstance(value, str):
+        return named(value, context)
+    return value and [named(word, context) for word in value]
+
+
+_CONFIG = typer.Argument(metavar="CONFIG", help=CONFIGS, callback=taken_from_hub)
 ConfigFile = Annotated[str, _CONFIG]
 OptionalConfig = Annotated[str | None, _CONFIG]
-TrainingConfig = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CONFIG",
-        help="a TOML file, a run folder, a preset's name, or a Hugging Face folder",
-    ),
-]
 InitFrom = Annotated[
     str | None,
-    typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
+    typer.Option(
+        "--init",
+        metavar="CHECKPOINT",
+        help="start from these weights (fine-tuning)",
+        callback=taken_from_hub,
+    ),
 ]
-_CHECKPOINT = typer.Argument(
-    metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
-)
+_CHECKPOINT = typer.Argument(metavar="CHECKPOINT", help=CHECKPOINTS, callback=taken_from_hub)
 CheckpointPath = Annotated[str, _CHECKPOINT]
 OptionalCheckpoint = Annotated[str | None, _CHECKPOINT]
 MovedBase = Annotated[
@@ -38,6 +59,7 @@ MovedBase = Annotated[
     typer.Option(
         "--base",
         metavar="FOLDER",
+        callback=taken_from_hub,
         help="the weights that adapters are for, where these are no longer where they were",
     ),
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mtcli.commands.options import (
+    Force,
     JsonOut,
     MovedBase,
     NoCalibrate,
@@ -22,8 +23,18 @@ if TYPE_CHECKING:
 
 OF_PLANS: tuple[str, ...]
 OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
-OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
-OF_PLANS += ("tokens", "price", "minimise", "calibration")
+OF_PLANS += (
+    "ranks",
+    "draw",
+    "plot",
+    "output",
+    "sbatch",
+    "jobset",
+    "dry_run",
+    "rank",
+    "no_calibrate",
+)
+OF_PLANS += ("tokens", "price", "assume", "minimise", "calibration")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 Fixed = Annotated[
@@ -52,7 +63,8 @@ DeviceKind = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="search every legal layout and show the best K")
+    int | None,
+    typer.Option(min=1, max=1000, help="search every legal layout; show the best of K kinds"),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
@@ -69,6 +81,14 @@ Plot = Annotated[
 Output = Annotated[
     str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
 ]
+Sbatch = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="write the Slurm script that trains --output's config"),
+]
+JobSet = Annotated[
+    str | None,
+    typer.Option("--jobset", metavar="FILE", help="the same as a JobSet of Kubernetes"),
+]
 DryRunFlag = Annotated[
     bool,
     typer.Option(
@@ -79,13 +99,24 @@ Rank = Annotated[
     int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
 ]
 Tokens = Annotated[
-    float | None,
-    typer.Option(min=1, max=1e18, help="tokens of the run, such as 300e9 [its steps']"),
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="tokens of the run, such as 300e9 or 15T [its steps']: time, saves, failures, kWh",
+    ),
 ]
 Price = Annotated[
     float | None,
+    typer.Option(min=0, max=1e9, help="price of an hour of one device; the same, and money"),
+]
+Assume = Annotated[
+    list[str],
     typer.Option(
-        min=0, max=1e9, help="price of an hour of one device: days, GPU-hours, money and kWh"
+        "--assume",
+        metavar="NAME=VALUE",
+        default_factory=list,
+        show_default=False,
+        help="storage and copy (GB/s), failures (a day of 1,000 devices), restart (minutes), pue",
     ),
 ]
 Minimise = Annotated[
@@ -103,6 +134,7 @@ def plan(
     context: typer.Context,
     overrides: Overrides,
     fixed: Fixed,
+    assume: Assume,
     config: OptionalConfig = None,
     base: MovedBase = None,
     gpus: Gpus = None,
@@ -114,6 +146,9 @@ def plan(
     draw: Draw = False,
     plot: Plot = None,
     output: Output = None,
+    sbatch: Sbatch = None,
+    jobset: JobSet = None,
+    force: Force = False,
     dry_run: DryRunFlag = False,
     rank: Rank = None,
     tokens: Tokens = None,
@@ -133,12 +168,14 @@ def plan(
 
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
+        _require_launch_files({"--sbatch": sbatch, "--jobset": jobset}, output, force)
         if presets:
             _require_alone(given_flags(context, OF_PLANS))
             return _list_presets(json_out)
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request, with_run
+        from mtcli.core.plan.launch_files import nodes_of, write_launch_files
         from mtcli.core.rehearse.request import rehearsed
 
         source = source_of(_source(config, rank, dry_run), base=base)
@@ -146,12 +183,14 @@ def plan(
         overrides = with_vocabulary(source, overrides)
         requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
-        asked = with_run(asked, tokens, price, minimise)
+        asked = with_run(asked, tokens, price, minimise, assume)
         if calibration:
             from mtcli.core.profile.calibration_file import measured_device
 
             asked = replace(asked, device=measured_device(asked.device, calibration))
         planned = answer(asked, top, rehearsed)
+        if sbatch or jobset:
+            nodes_of(planned.prediction)  # refuses what fills none, ahead of any output
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
@@ -164,8 +203,10 @@ def plan(
 
         save_timeline(planned.drawing, planned.drawing_title, plot)
     if output:
+        if sbatch or jobset:
+            write_launch_files(planned, output, sbatch, jobset)
         planned.save_config(output)
-    say_wrote(plot, output)
+    say_wrote(plot, sbatch, jobset, output)
     if counted:
         counted.require_agreement()
     planned.require_fit()
@@ -197,6 +238,25 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
         require_picture(plot, "--plot")
     if output:
         require_writable(output, "--output")
+
+
+def _require_launch_files(files: dict[str, str | None], output: str | None, force: bool) -> None:
+    """Raises MtcliError for launch files without the config that they name, and for those that
+    exist, without --force."""
+    from mtcli.core.config.errors import MtcliError, Problem
+    from mtcli.core.runtime.outputs import require_writable
+
+    problems = []
+    for flag, target in files.items():
+        if target is None:
+            continue
+        require_writable(target, flag)
+        if output is None:
+            problems.append(Problem("it names the config of a plan", "--output run.toml", flag))
+        if os.path.exists(target) and not force:
+            problems.append(Problem(f"{target} exists", "--force to replace it", flag))
+    if problems:
+        raise MtcliError(*problems)
 
 
 def _require_alone(given: list[str]) -> None:

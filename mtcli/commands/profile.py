@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,9 +67,11 @@ def profile(
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.rules import load_checked
     from mtcli.core.data.vocabulary import with_vocabulary
+    from mtcli.core.training.run_config import with_texts
 
-    source = source_of(config, base=base)
-    run = load_checked(source, with_vocabulary(source, overrides), num_ranks(nproc))
+    source, world = source_of(config, base=base), num_ranks(nproc)
+    flags, _ = with_texts(source, overrides, world, partial(echo, err=True))
+    run = load_checked(source, with_vocabulary(source, flags), world)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
     run = run.model_copy(update={"train": total})

@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, MovedBase, Nproc, Overrides
+from mtcli.commands.options import (
+    ComputeDevice,
+    JsonOut,
+    MovedBase,
+    Nproc,
+    Overrides,
+    taken_from_hub,
+)
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 from mtcli.core.config.errors import collect_errors
+from mtcli.core.config.nameable import CHECKPOINTS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -33,7 +41,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="CHECKPOINT",
-        help="whose gradients to choose by: a checkpoint, a run or a Hugging Face folder",
+        callback=taken_from_hub,
+        help=f"whose gradients to choose by: {CHECKPOINTS}",
     ),
 ]
 Fraction = Annotated[
@@ -50,8 +59,8 @@ Cover = Annotated[
         metavar="EPS",
         min=0.0,
         max=1e9,
-        help="choose the fewest whose bound of the gradient's error is at most EPS times the sum "
-        "of all sequences' gradient norms; 0.5 is half of it",
+        help="choose the fewest sequences whose weighted gradient is near that of all: at most EPS "
+        "times the sum of all sequences' gradient norms",
     ),
 ]
 Output = Annotated[str, typer.Option("--output", metavar="FILE", help="the subset, as JSON")]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, MovedBase, Nproc, Overrides, given_flags
+from mtcli.commands.options import JsonOut, MovedBase, Nproc, Overrides, given_flags, named
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.nameable import CHECKPOINTS
 
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.folder import CheckpointFolder
@@ -42,8 +43,7 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="SRC DST | inspect SRC | verify A B",
-        help="a checkpoint, run or Hugging Face folder, and the folder to write; or what to do "
-        "with checkpoints that are there",
+        help=f"SRC, A and B: {CHECKPOINTS}; DST: the folder to write",
     ),
 ]
 To = Annotated[
@@ -319,7 +319,7 @@ def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
 
 def _read(words: list[str]) -> list[str]:
     """The words that name checkpoints to read."""
-    return words[1:] if words[0] in COUNTS else words[:1]
+    return [named(word) for word in (words[1:] if words[0] in COUNTS else words[:1])]
 
 
 def _verb(words: list[str], context: typer.Context) -> str:
@@ -441,8 +441,8 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
     if dropped := left_out(source, plan):
         why = "the model is new" if plan.recipe else "Hugging Face's format has no place for it"
-        why = "it is of adapters" if source.adapters else why
-        line += f"; leaving out {', '.join(dropped)}: {why}"
+        why = "it belongs to the adapters" if source.adapters else why
+        line += f"; leaving out {', '.join(dropped)}, since {why}"
     if source.unread:
         line += f"; not reading {', '.join(source.unread)}"
     return line

@@ -10,9 +10,9 @@ from mtcli.commands.options import (
     JsonOut,
     MovedBase,
     Nproc,
+    OptionalConfig,
     Overrides,
     SkipBad,
-    TrainingConfig,
 )
 from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
@@ -90,7 +90,7 @@ def sweep(
     output: Output,
     overrides: Overrides,
     vary: Vary,
-    config: TrainingConfig = None,
+    config: OptionalConfig = None,
     init: InitFrom = None,
     base: MovedBase = None,
     random: Random = None,

@@ -63,6 +63,19 @@ def test_four_processes_pre_train_with_the_losses_of_one(home):
     assert losses(home / "four") == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_dry_run_counts_predicted_tokens_and_labelled_texts(home):
+    words = ("train", "bert-110m", "--dry-run", "--json", "-")
+    batch = json.loads(run(home, *words, **SETTINGS, **{"train.output": "new"}).stdout)["batch"]
+    assert batch["sequences"] == 8 and batch["tokens"] + batch["padding"] == 8 * CONTEXT
+    assert 0.1 < batch["labels"] / batch["tokens"] < 0.2  # 15 % of them
+    assert batch["text"].startswith("[CLS]")
+    settings = SETTINGS | {"data.format": "classification", "data.train": "labels.jsonl"}
+    settings |= {"train.output": "new", "data.tokenizer": "text.tokenizer", "data.split": "1,0,0"}
+    batch = json.loads(run(home, *words, **settings).stdout)["batch"]
+    assert batch["labels"] == batch["documents"] == 8
+    assert not (home / "new").exists()
+
+
 @slow("15 s")
 def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(home):
     settings = {"data.format": "race", "data.train": "race", "train.epochs": 30}

@@ -1,4 +1,5 @@
-"""The files of docs/cluster: checked, and run as their scheduler does, on ranks of this machine.
+"""The files of docs/cluster and of `mtcli plan`: checked, and run as their scheduler does, on ranks
+of this machine.
 
 Stand-ins for srun and scontrol start a task per node, which is an address of this machine; torchrun
 and mtcli are forks. What a Kubernetes container would run is read from its file and run with the
@@ -18,10 +19,18 @@ from command_line import free_port, own_address, stand_ins
 from drills import STEPS, Drill
 from marks import slow, slow_cases
 
+from mtcli.core.config.loading import load_config
+from mtcli.core.plan.answer import PlanAnswer
+from mtcli.core.plan.launch_files import write_launch_files
+from mtcli.core.plan.predict import predict
+
 FILES = Path(__file__).parents[2] / "docs" / "cluster"
-SCRIPTS = sorted(FILES.glob("*.sbatch"))
-MANIFESTS = sorted(FILES.glob("*.yaml"))
+PLANNED = Path("plan.sbatch"), Path("plan.yaml")  # which `planned_files` writes
+SCRIPTS = [*sorted(FILES.glob("*.sbatch")), PLANNED[0]]
+MANIFESTS = [*sorted(FILES.glob("*.yaml")), PLANNED[1]]
+FIRST_PODS = ("mtcli-0.mtcli:29500", "mtcli-workers-0-0.mtcli:29500")
 NODES = 2
+PLAIN = ("set -euo pipefail", "fi", 'exit "$status"')  # lines without a comment
 DEADLINE = 240.0
 
 SRUN = """
@@ -64,6 +73,16 @@ def cluster(tmp_path):
     return Drill(tmp_path / "run", timeout=60.0), environ, address
 
 
+@pytest.fixture
+def planned_files(tmp_path, monkeypatch):
+    """Writes the launch files of a plan into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config("tiny", ["batch.global_batch_size=128"])
+    answer = PlanAnswer(config, predict(config, 16, "h100"))
+    write_launch_files(answer, "run.toml", *map(str, PLANNED))
+
+
+@pytest.mark.usefixtures("planned_files")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_batch_script_is_a_script_without_faults(script):
     checks = [["bash", "-n"]]
@@ -78,6 +97,7 @@ def test_a_batch_script_is_a_script_without_faults(script):
     assert not any("#SBATCH" in line for line in lines[first:]), "sbatch reads none after a command"
 
 
+@pytest.mark.usefixtures("planned_files")
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_says_what_kubernetes_needs(manifest):
     documents = list(yaml.safe_load_all(manifest.read_text()))
@@ -88,6 +108,17 @@ def test_a_manifest_says_what_kubernetes_needs(manifest):
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert int(environ_of(documents[-1], container)["PET_NPROC_PER_NODE"]) == gpus
+    if documents[-1]["kind"] == "JobSet":
+        spec, network = documents[-1]["spec"], documents[-1]["spec"]["network"]
+        (jobs,) = spec["replicatedJobs"]
+        job = jobs["template"]["spec"]
+        assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == 2
+        assert (
+            network["enableDNSHostnames"] and f"--nnodes={job['completions']}" in container["args"]
+        )
+        # jobset, its jobs, number of the job, of the pod; in the jobset's subdomain
+        first = f"{documents[-1]['metadata']['name']}-{jobs['name']}-0-0.{network['subdomain']}"
+        assert f"--rdzv-endpoint={first}:29500" in container["args"]
     if documents[-1]["kind"] == "Job":
         assert documents[-1]["spec"]["completionMode"] == "Indexed"
         assert f"--nnodes={documents[-1]['spec']['completions']}" in container["args"]
@@ -103,6 +134,8 @@ def pod_of(document):
     spec = document["spec"]
     if document["kind"] == "PyTorchJob":
         spec = spec["pytorchReplicaSpecs"]["Worker"]
+    if document["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
     return spec["template"]["spec"]
 
 
@@ -124,9 +157,10 @@ def environ_of(document, container):
 
 @pytest.mark.parametrize(
     "script",
-    [FILES / "srun.sbatch", *slow_cases("two agents, 3 s", FILES / "torchrun.sbatch")],
+    [FILES / "srun.sbatch", PLANNED[0]] + slow_cases("two agents, 3 s", FILES / "torchrun.sbatch"),
     ids=lambda path: path.name,
 )
+@pytest.mark.usefixtures("planned_files")
 def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(script, cluster):
     drill, environ, address = cluster
     job = {"SLURM_JOB_ID": str(free_port() % 12000), "SLURM_JOB_NUM_NODES": str(NODES)}
@@ -146,6 +180,7 @@ def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(scr
 
 
 @slow("two agents, 3 s")
+@pytest.mark.usefixtures("planned_files")
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
 def test_the_pods_of_a_manifest_train_together(manifest, cluster):
     drill, environ, address = cluster
@@ -153,7 +188,8 @@ def test_the_pods_of_a_manifest_train_together(manifest, cluster):
     (container,) = pod_of(document)["containers"]
     told = environ_of(document, container) | {"PET_NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
     told |= {"JOB_NAME": document["metadata"]["name"]}
-    here = {"mtcli-0.mtcli:29500": f"{address}:{free_port()}", "/data/run.toml": str(drill.config)}
+    port = free_port()
+    here = dict.fromkeys(FIRST_PODS, f"{address}:{port}") | {"/data/run.toml": str(drill.config)}
 
     def local(text):
         """A word of the container, with its variables, as it is on this machine."""
@@ -189,3 +225,36 @@ def test_a_batch_script_that_forgets_srun_is_refused(cluster):
     assert done.returncode == 2
     assert "16 tasks on 2 nodes, and srun has started none" in done.stderr
     assert not drill.output.exists()
+
+
+@pytest.mark.usefixtures("planned_files")
+def test_a_planned_script_has_the_plan_s_ranks_and_goes_on_at_the_time_limit(tmp_path):
+    lines = PLANNED[0].read_text().splitlines()
+    options = dict(line[8:].partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
+    assert options["--nodes"] == "2" and options["--ntasks-per-node"] == "8"
+    assert options["--gpus-per-node"] == "8" and "--requeue" in options
+    for number, line in enumerate(lines):  # a comment a line, but for lines of one thing
+        if line and line[0] != "#" and line not in PLAIN:
+            block = lines[:number][::-1]
+            assert any(one.startswith("# ") for one in block[:3]), line
+    hours, minutes, _ = map(int, options["--time"].split(":"))
+    limit = 3600 * hours + 60 * minutes
+    early = limit - int(options["--signal"].removeprefix("TERM@"))
+    (seen,) = (line for line in lines if "$SECONDS" in line)
+    assert int(re.search(r"-ge (\d+)", seen)[1]) == early - 60
+
+    (tmp_path / "bin").mkdir()
+    for name, code in {"srun": "exit ${CODE}", "scontrol": "echo scontrol $*"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+    def run(code, seconds):
+        script = PLANNED[0].read_text().replace('"$SECONDS"', str(seconds))
+        environ = os.environ | {"PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
+        done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
+        return done.returncode, done.stdout.strip()
+
+    assert run(130, early) == (130, "scontrol requeue 7")
+    assert run(130, 100) == (130, ""), "scancel"
+    assert run(1, early) == (1, "") and run(0, early) == (0, "")

@@ -57,7 +57,7 @@ def test_a_model_is_fetched_once_and_read_offline(run, hub, folder):
 def test_a_plan_fetches_no_weights_and_a_run_pins_the_commit(run, hub, tmp_path):
     done = run("plan", f"hub:{NAME}@main", "--gpus", "1")
     assert done.returncode == 0, done.stderr
-    assert "config.json" in paths(hub) and "model.safetensors" not in paths(hub)
+    assert paths(hub) == {"config.json"}
     write_lines(tmp_path / "my.jsonl", sums(4))
     words = (
         "--set",
@@ -72,6 +72,44 @@ def test_a_plan_fetches_no_weights_and_a_run_pins_the_commit(run, hub, tmp_path)
     assert load_config(str(tmp_path / "run")).train.init == f"hub:{NAME}@{COMMIT}"
     done = run("shard", f"hub:{NAME}", "ours", "--verify")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_name_of_nothing_here_is_taken_as_one_of_the_hub(run, hub, tmp_path):
+    note = "note: no file or folder here is {}: it is taken as hub:{}\n"
+    planned = run("plan", f"hub:{NAME}", "--gpus", "1").stdout
+    done = run("plan", f"{NAME}@main", "--gpus", "1")
+    assert (done.returncode, done.stdout) == (0, planned)
+    assert done.stderr.count(note.format(*[f"{NAME}@main"] * 2)) == 1
+    (tmp_path / "w.txt").write_text(" = A title = \n A text of some words . \n" * 9)
+    write_lines(tmp_path / "my.jsonl", sums(4))
+    data = ("--set", "data.train=my.jsonl", "--set", "batch.seq_len=128")
+    commands = (
+        ("config", "show", NAME),
+        ("config", "diff", NAME, "tiny"),
+        ("profile", NAME, "--steps", "1", "--warmup", "0", "--set", "batch.global_batch_size=1"),
+        ("generate", NAME, "--prompt", "Hi", "--max-tokens", "2"),
+        ("eval", NAME, "--task", "wikitext103=w.txt"),
+        ("shard", NAME, "other/out"),
+        ("shard", "inspect", NAME),
+        ("train", NAME, *data, "--dry-run", "--json", "-"),
+        ("train", "tiny", "--init", NAME, *data, "--dry-run", "--nproc", "2"),
+        ("sweep", NAME, *data, "--vary", "optimizer.lr=1e-4,1e-5", "--output", "s"),
+    )
+    for words in commands:
+        done = run(*words)
+        told = done.stderr.count(note.format(NAME, NAME))
+        # the tiny model has other shapes than the weights
+        assert (told, done.returncode) == (1, 2 if "--init" in words else 0), done.stderr
+    assert (tmp_path / "other" / "out" / "manifest.json").exists(), "no name of a folder to write"
+
+
+def test_a_name_with_a_folder_here_is_none_of_the_hub(run, hub, tmp_path):
+    (tmp_path / "some-lab").mkdir()
+    done = run("plan", NAME, "--gpus", "1")
+    assert done.returncode == 2 and "no config file or preset named" in done.stderr
+    done = run("generate", NAME, "--prompt", "Hi")
+    assert done.returncode == 2 and f"there is no folder {NAME}" in done.stderr
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -93,6 +131,7 @@ def test_what_the_hub_does_not_give_ends_with_a_hint(run, words, said, hint):
 def test_without_network_and_cache_the_error_says_so(run):
     done = run("shard", "inspect", f"hub:{NAME}", offline=True)
     assert done.returncode == 2 and "its cache has no copy" in done.stderr
+    assert f"`hf download {NAME} --local-dir tiny-llama`" in done.stderr
 
 
 def test_a_private_model_wants_the_token(run, hub):

@@ -282,7 +282,7 @@ def test_verify_compares_two_runs_adapters_and_their_optimizer_state(home, run):
     done, told = verified("twin", "other")
     assert done.returncode == 1
     merged = mtcli("shard", "twin", "twin-merged", "--to", "mtcli", "--merge-lora", folder=home)
-    assert f"leaving out {', '.join(kinds)}: it is of adapters" in merged.stderr
+    assert f"leaving out {', '.join(kinds)}, since it belongs to the adapters" in merged.stderr
     done, told = verified("twin", "twin-merged")
     only = f"not compared: only {own.folder.relative_to(home)} has {', '.join(kinds)}"
     assert told["optimizer"] == only

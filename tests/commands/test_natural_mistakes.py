@@ -18,18 +18,26 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("train tiny --bf16", "--bf16: there is no such option", "--set train.precision=bf16?"),
     ("train tiny data/t", "got unexpected extra argument 'data/t'", "--set data.train=data/t"),
     ("train data/t", "data/t is a data set, and no config", "tiny --set data.train=data/t"),
-    ("train texts", "the folder texts has no config.toml", "`mtcli preprocess texts --output DATA"),
+    ("train texts", "the folder texts has no config.toml",
+     "`mtcli train tiny --set data.train=texts --set data.tokenizer=train:8192`"),
     ("train x.yaml", "x.yaml is not TOML",
      "`mtcli plan tiny --gpus 1 --output run.toml` writes one"),
-    ("train owner/name-7B", "no config file or preset named 'owner/name-7B'",
-     "a model of the Hugging Face hub is hub:owner/name-7B"),
+    ("train owner/name-7B", "the hub does not give hub:owner/name-7B",
+     "`hf download owner/name-7B --local-dir name-7B`, and name that folder"),
+    ("train configs/run.toml", "no config file or preset named 'configs/run.toml'",
+     "a Hugging Face folder, or hub:owner/name"),
+    ("train texts/b.5", "no config file or preset named 'texts/b.5'", "mean 'texts/a.txt'?"),
     ("train gpt2", "no config file or preset named 'gpt2'", "did you mean 'gpt2-1.5b'?"),
-    ("train tiny --set data.train=texts", "texts is no data set yet",
-     "`mtcli preprocess texts --output"),
+    ("train tiny --set data.train=texts", "texts is text, and no tokenizer is known",
+     "--set data.tokenizer=train:8192"),
+    ("train tiny --set data.train=texts/a.txt", "texts/a.txt is text, and no tokenizer is known",
+     "or `mtcli preprocess texts/a.txt --output"),
+    ("train tiny --set data.train=pages --set data.tokenizer=bytes",
+     "pages holds no file to read, and 1 others: 1 .html", ".jsonl"),
     ("train tiny --set data.train=list.json", "conversations are read by a tokenizer",
      "a Hugging Face folder that has one: --init FOLDER"),
     ("train tiny --set data.train=chats.jsonl.gz --set data.format=tokens",
-     "chats.jsonl.gz is no data set of tokens", 'data.format = "conversations"'),
+     "chats.jsonl.gz is text, and no tokenizer is known", 'data.format = "conversations"'),
     ("train tiny --set data.train=data/t.json --set data.tokenizer=bytes",
      "data/t.json describes a pair of .bin and .idx", "name the prefix of the pair: data/t"),
     ("train tiny --set data.train=data/tt", "no file data/tt.idx", "did you mean 'data/t.idx'?"),
@@ -46,8 +54,8 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("generate texts --prompt hi --temp 1", "--temp: there is no such option", "--temperature?"),
     ("generate texts --prompt hi --top-p 90%", "--top-p: '90%' should be a number", "0.9\n"),
     ("generate text --prompt hi", "there is no folder text", "did you mean 'texts'?"),
-    ("eval owner/name --task lambada=x", "there is no folder owner/name",
-     "a model of the Hugging Face hub is hub:owner/name"),
+    ("eval owner/name --task lambada=x", "the hub does not give hub:owner/name",
+     "`hf download owner/name --local-dir name`"),
     ("preprocess text --output d --tokenizer bytes", "there is no file or folder text",
      "did you mean 'texts'?"),
     ("preprocess *.text --output d --tokenizer bytes", "no file matches *.text", "globs"),
@@ -56,8 +64,9 @@ MISTAKES = [  # what is typed, the error, and its hint
      "stages = ['exact']"),
     ("curate texts --output c --stages exact", "--stages: there is no such option",
      "curate --help`"),
-    ("curate pages --output c", "pages holds no file to read, and 1 others: 1 .html",
-     ".warc, "),
+    ("curate scans --output c", "scans holds no file to read, but others: 1 .pdf", ".warc, "),
+    ("preprocess pages --output d --tokenizer bytes", "pages holds no file to read",
+     "mtcli curate makes text of .html"),
     ("shard texts out --to safetensors", "--to: 'safetensors' should be", "did you mean 'hf'?"),
     ("data list tiny --step 1", "there is no mtcli data list", "mtcli data explain"),
 ]
@@ -68,7 +77,13 @@ MISTAKES = [  # what is typed, the error, and its hint
 def folder(tmp_path_factory):
     """A folder with text, a data set data/t, and files that are none."""
     folder = tmp_path_factory.mktemp("mistakes")
-    files = {"texts/a.txt": "text", "pages/a.html": "<p>", "list.json": "[{}]", "x.yaml": "a: 1\n"}
+    files = {
+        "texts/a.txt": "text",
+        "pages/a.html": "<p>",
+        "scans/a.pdf": "%",
+        "list.json": "[{}]",
+        "x.yaml": "a: 1\n",
+    }
     files |= {"chats.jsonl.gz": ""}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

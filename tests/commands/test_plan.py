@@ -291,6 +291,51 @@ def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, t
     assert code == 0 and json.loads(again)["step_seconds"] == pytest.approx(seconds[0])
 
 
+def test_a_whole_run_is_in_table_and_json_and_wrong_figures_are_refused_together(capsys):
+    where = ("gpt2-345m", "--gpus", "8", "--device", "h100", "--set", "parallel.tp=2")
+    flags = ("--tokens", "300B", "--price", "2", "--assume", "storage=10,pue=1.2", "--json", "-")
+    budget = json.loads(run(capsys, *where, *flags)[1])["budget"]
+    assert budget["tokens"] == 300e9 and budget["assumed"]["storage"] == 10.0
+    hours = budget["gpu_hours"]["planned"]
+    assert budget["money"]["planned"] == 2 * hours == 2 * 8 * 24 * budget["days"]["planned"]
+    assert budget["kwh"]["planned"] == pytest.approx(hours * 0.7 * 1.2)
+    saves = budget["checkpoints"]
+    assert saves["write_seconds"] == saves["bytes"] / 10e9 and saves["every_seconds"] == 1800
+    assert saves["all_write_seconds"] == saves["count"] * saves["write_seconds"]
+    words = " ".join(run(capsys, *where, *flags[:-2])[1].split())
+    assert "3e+11 tokens" in words and f"checkpoints {saves['count']:,} of 4.97 GB" in words
+    wrong = ("--tokens", "3X", "--assume", "storage=0", "--set", "optimizer.lr=-1", "--json", "-")
+    code, out, _ = run(capsys, *where, *wrong)
+    fields = [problem["field"] for problem in json.loads(out)["problems"]]
+    assert code == 2 and fields == ["optimizer.lr", "--tokens", "--assume"]
+
+
+def test_launch_files_name_the_config_and_replace_none_without_force(capsys, tmp_path):
+    where = ("gpt2-345m", "--gpus", "16", "--device", "h100", "--set", "parallel.tp=2")
+    config, script, jobs = (tmp_path / name for name in ("run.toml", "a.sbatch", "a.yaml"))
+    files = ("--sbatch", str(script), "--jobset", str(jobs))
+    code, _, err = run(capsys, *where, *files)
+    assert code == 2 and err.count("it names the config of a plan") == 2
+    code, _, err = run(capsys, *where, *files, "--output", str(config))
+    assert code == 0 and all(f"wrote {path}" in err for path in (config, script, jobs))
+    assert f"config=${{1:-{config}}}" in script.read_text() and "--nodes=2\n" in script.read_text()
+    assert "- /data/run.toml\n" in jobs.read_text() and "completions: 2\n" in jobs.read_text()
+    assert len(list(tmp_path.iterdir())) == 3
+    jobs.unlink()
+    script.write_text("mine")
+    again = (*where, "--sbatch", str(script), "--output", str(config))
+    code, _, err = run(capsys, *again)
+    assert code == 2 and "--force to replace it" in err and script.read_text() == "mine"
+    assert run(capsys, *again, "--force")[0] == 0 and "srun" in script.read_text()
+    config.unlink()
+    flags = ("--global-batch", "48", "--jobset", str(jobs), "--output", str(config))
+    code, _, err = run(capsys, *where[:2], "12", *where[3:], *flags)
+    assert code == 2 and "12 GPUs fill no whole nodes of 8" in err and "--gpus 16" in err
+    code, _, err = run(capsys, "tiny", "--jobset", str(jobs), "--output", str(config))
+    assert code == 2 and "a launch file is for GPUs" in err
+    assert not jobs.exists() and not config.exists()
+
+
 def test_fixed_fields_and_sizes_are_kept_in_a_search(capsys):
     fixed = ("--fix", "parallel.tp=4", "--global-batch", "96", "--seq", "512", "--top", "4")
     code, out, _ = run(

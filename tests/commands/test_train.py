@@ -21,6 +21,7 @@ from mtcli.core.config.loading import load_config
 STEPS = 6
 KEYS = ["step", "consumed_samples", "tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped"]
 KEYS += ["step_seconds", "tokens_per_second", "mfu", "sync_bytes"]
+KEYS += ["total_tokens", "total_seconds", "memory_bytes"]
 
 
 @pytest.fixture(scope="module")

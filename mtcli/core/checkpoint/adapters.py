@@ -1,7 +1,7 @@
 """Presents adapters and their base weights as one model: W + scale * B A, computed when read.
 
-A checkpoint of a LoRA run holds only A, B and their optimizer state. Its config names the base in
-train.init, and its manifest has the base's hash.
+A checkpoint of a LoRA run holds only A, B, modules that are trained whole, and the optimizer state
+of these. Its config names the base in train.init, and its manifest has the base's hash.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name, chosen_targets
-from mtcli.core.mesh.parameters import parameters, run_parameters
+from mtcli.core.mesh.parameters import parameters, run_parameters, saved_parameters
 from mtcli.core.mesh.sharding import Box
 
 Open = Callable[[Path], Checkpoint]
@@ -91,14 +91,14 @@ def merged(
     """
     model = base.model
     require_adapters(checkpoint, model, lora)
-    adapters = Adapters(checkpoint, base, lora)
+    adapters, saved = Adapters(checkpoint, base, lora), saved_parameters(model, lora)
     tensors = {}
     for name, weight in parameters(model).items():
         if name not in base.tensors:
             continue
-        targets = chosen_targets(weight, model, lora)
-        read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
-        tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
+        targets, source = chosen_targets(weight, model, lora), checkpoint if name in saved else base
+        read = partial(_merged, adapters, name, targets) if targets else partial(source.read, name)
+        tensors[name] = StoredTensor(source.dtype(name), source.shape(name), (), read)
     found = replace(checkpoint, model=model, tensors=tensors, adapters=adapters, config=config)
     return replace(found, tokenizer_folder=checkpoint.tokenizer_folder or base.tokenizer_folder)
 
@@ -106,7 +106,7 @@ def merged(
 def require_adapters(checkpoint: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:
     """Raises MtcliError where a checkpoint's adapters are not those of a model and a config."""
     table = run_parameters(model, lora)
-    expected = {name: parameter for name, parameter in table.items() if parameter.of_adapter}
+    expected = {name: parameter for name, parameter in table.items() if parameter.trained}
     problems = [
         Problem(f"{checkpoint.folder} has no adapter {name}")
         for name in expected
@@ -120,13 +120,14 @@ def require_adapters(checkpoint: Checkpoint, model: ModelConfig, lora: LoraConfi
         for name, parameter in expected.items()
         if name in checkpoint.tensors and checkpoint.shape(name) != parameter.shape
     ]
-    given = {name for name in checkpoint.names() if ".adapter." in name and "/" not in name}
+    given = {name for name in checkpoint.names() if "/" not in name}
     problems += [
         Problem(f"{checkpoint.folder} has the adapter {name}, and the config has not")
         for name in sorted(given - expected.keys())
     ]
     if problems:
-        hint = "adapters keep their rank and targets: set lora.rank and lora.targets to theirs"
+        fields = "lora.rank, lora.targets and lora.modules_to_save"
+        hint = f"adapters keep their rank and targets: set {fields} to theirs"
         raise MtcliError(*problems[:8], hint=hint)
 
 

@@ -16,8 +16,9 @@ from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table, without_steps
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.nameable import CONFIGS
 from mtcli.core.config.schema import LoraConfig, RunConfig
-from mtcli.core.runtime.hub import is_hub, pinned
+from mtcli.core.runtime.hub import fetch_config, is_hub, pinned
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
 # what the weights know is kept.
@@ -43,7 +44,7 @@ def source_of(config: str | None, init: str | None = None, base: str | None = No
     neither is given, the weights' model is unknown, or a base is given without adapters.
     """
     if config is None and init is None:
-        hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
+        hint = f"give a CONFIG ({CONFIGS}), or --init"
         raise wrong("there is no config to train", hint, "CONFIG")
     init = pinned(init) if init and is_hub(init) else init
     config = pinned(config) if config and is_hub(config) else config
@@ -93,7 +94,7 @@ def _table_of_weights(init: str, source: str, base: str | None) -> Table:
 def model_in(source: str, base: str | None = None) -> ModelConfig | None:
     """Reads the model of the checkpoint in a folder; None where it does not state one. Raises
     MtcliError where there is no checkpoint, or a base without adapters."""
-    return model_of(find_checkpoints([source], base)[0])
+    return model_of(find_checkpoints([source], base, fetch_config)[0])
 
 
 def _with_biases(table: Table, start: ModelConfig | None) -> Table:

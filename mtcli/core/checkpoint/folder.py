@@ -2,7 +2,7 @@
 torch."""
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,18 +11,20 @@ from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.not_found import HUB_NAME, download, near_path
+from mtcli.core.config.nameable import CHECKPOINTS as NAMEABLE
+from mtcli.core.config.nameable import HUB_NAME, download, near_path
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of
 from mtcli.core.runtime.hub import fetch_small, is_hub
 
 CHECKPOINTS = "checkpoints"  # of a run folder
+BEST = "best"  # among them, a link to the one with the lowest validation loss
 CONFIG = "config.toml"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 HUGGINGFACE = "huggingface"  # the config.json that converted weights came with
-KINDS = "give a checkpoint, a run, a Hugging Face, Megatron or DCP folder, or hub:owner/name"
+KINDS = f"give {NAMEABLE}"
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")  # of a Hugging Face folder
 TOKENIZER_FILES = (
     *TOKENIZERS,
@@ -49,6 +51,7 @@ MAX_LATEST = 64  # characters of a step's number, or of "release"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
+Fetch = Callable[[Path], Path]  # a model of the hub, into its folder in the cache
 Format = Literal["mtcli", "hf", "peft", "megatron", "dcp"]
 # The files by which a format is known, in the order of their precedence; Megatron's has more.
 MARKS: dict[str, Format] = {MANIFEST: "mtcli", ADAPTER_CONFIG: "peft", CONFIG_JSON: "hf"}
@@ -87,34 +90,38 @@ class CheckpointFolder(NamedTuple):
         return self.format == "peft" or (is_ours and config_in(self.folder).lora.rank > 0)
 
 
-def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointFolder]:
+def find_checkpoints(
+    paths: Sequence[str], base: str | None, fetch: Fetch = fetch_small
+) -> list[CheckpointFolder]:
     """Finds the checkpoint in each folder; `base`, if given, holds the base weights of all
-    adapters.
+    adapters. `fetch` gets what is needed of a model of the hub.
 
     Raises MtcliError where there is none, and for a base where none holds adapters.
     """
-    sources = collect_errors(*(partial(find_checkpoint, Path(path)) for path in paths))
+    sources = collect_errors(*(partial(find_checkpoint, Path(path), fetch) for path in paths))
     if base is None:
         return sources
     if not any(source.has_adapters for source in sources):
         raise wrong(f"{' and '.join(paths)} holds no adapters", "leave it out", "--base")
     try:
-        find_checkpoint(Path(base))
+        find_checkpoint(Path(base), fetch)
     except MtcliError as error:
         raise error.about("--base") from None
     return [source._replace(base=Path(base)) for source in sources]
 
 
-def find_checkpoint(path: Path) -> CheckpointFolder:
+def find_checkpoint(path: Path, fetch: Fetch = fetch_small) -> CheckpointFolder:
     """Finds the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's,
     Megatron's, or torchtitan's; or a Hugging Face model by its name on the hub.
 
     Raises MtcliError where there is none."""
     if is_hub(path):
-        source = _find_local(fetch_small(path))
+        source = _find_local(fetch(path))
         if source.format not in ("hf", "peft"):
             raise wrong(f"{path} holds no Hugging Face model", KINDS)
         return source._replace(hub=str(path))
+    if path.name == BEST and path.is_symlink():
+        path = path.parent / path.readlink()  # whose name has the step
     return _find_local(path)
 
 

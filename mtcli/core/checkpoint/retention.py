@@ -7,11 +7,19 @@ and with the process. Pruning takes an exclusive lock, and skips a checkpoint wh
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from mtcli.core.checkpoint.folder import MANIFEST, step_folders, step_of, unrelated_files
+from mtcli.core.checkpoint.folder import (
+    BEST,
+    MANIFEST,
+    step_folders,
+    step_name,
+    step_of,
+    unrelated_files,
+)
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_to_lock, open_untrusted
 from mtcli.core.runtime.atomic_writes import partial_name
@@ -58,10 +66,28 @@ def lock_for_reading(folder: Path) -> ReadLock:
     raise wrong(message, "open the run's folder, or raise train.keep")
 
 
-def steps_to_remove(steps: list[int], keep: int, keep_every: int) -> list[int]:
-    """Selects all steps but the newest `keep` (0: all) and multiples of `keep_every` (0: none)."""
+class Best(NamedTuple):
+    """How many of the best checkpoints are kept, and the steps by validation loss, lowest first."""
+
+    keep: int = 0
+    steps: tuple[int, ...] = ()
+
+    def among(self, steps: Collection[int]) -> list[int]:
+        """Returns the best of the steps that there are, the best first."""
+        return [step for step in self.steps if step in steps][: self.keep]
+
+
+NO_BEST = Best()
+
+
+def steps_to_remove(
+    steps: list[int], keep: int, keep_every: int, best: Best = NO_BEST
+) -> list[int]:
+    """Selects all steps but the newest `keep` (0: all), multiples of `keep_every` (0: none) and the
+    best."""
     old = sorted(steps)[:-keep] if keep else []
-    return [step for step in old if not keep_every or step % keep_every]
+    best_steps = best.among(steps)
+    return [s for s in old if s not in best_steps and (not keep_every or s % keep_every)]
 
 
 def prune(
@@ -70,29 +96,49 @@ def prune(
     keep_every: int,
     newest: Path,
     warn: Callable[[str], None] = lambda text: None,
+    best: Best = NO_BEST,
 ) -> None:
-    """Removes all checkpoints but the newest `keep`, multiples of `keep_every`, and `newest`.
+    """Removes all checkpoints but the newest `keep`, multiples of `keep_every`, `newest` and the
+    best, to the first of which the link `best` then leads.
 
-    A link stays. A checkpoint that is being read stays until the next save. `warn` is called where
-    a checkpoint cannot be removed, holds other files, or is on a file system without locks, where
-    readers are unknown.
+    A link to a checkpoint stays. A checkpoint that is being read stays until the next save. `warn`
+    is called where a checkpoint cannot be removed, holds other files, or is on a file system
+    without locks, where readers are unknown.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
-    for step in steps_to_remove(list(folders), keep, keep_every):
+    try:
+        _link_best(root, best.among(folders))
+    except OSError as error:
+        warn(f"{root / BEST} cannot be a link to the best checkpoint: {error.strerror}")
+    for step in steps_to_remove(list(folders), keep, keep_every, best):
         if folders[step] == newest or folders[step].is_symlink():
             continue
         if unrelated := unrelated_files(folders[step]):
             warn(f"{folders[step]} stays: {listed(unrelated)} in it is of no checkpoint")
             continue
         try:
-            _remove(folders[step], warn)
+            remove_checkpoint(folders[step], warn)
         except BlockingIOError:
             pass  # it is being read
         except OSError as error:
             warn(f"old checkpoints in {root} stay, and it fills: {error.strerror}")
+    link = root / BEST
+    with suppress(OSError):
+        if link.is_symlink() and not link.exists():  # its run keeps no best ones any longer
+            link.unlink()
 
 
-def _remove(folder: Path, warn: Callable[[str], None]) -> None:
+def _link_best(root: Path, best_steps: list[int]) -> None:
+    """Lets the link `best` lead to the first of some steps, if there are any."""
+    for step in best_steps[:1]:
+        new = partial_name(root / BEST)
+        new.unlink(missing_ok=True)
+        new.symlink_to(step_name(step))
+        new.replace(root / BEST)
+
+
+def remove_checkpoint(folder: Path, warn: Callable[[str], None]) -> None:
+    """Removes a checkpoint. Raises BlockingIOError where it is being read."""
     try:
         file = open_to_lock(folder / MANIFEST)
     except FileNotFoundError:

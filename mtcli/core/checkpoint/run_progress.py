@@ -92,6 +92,22 @@ class BaseRecord(Section):
     """hash of the manifest, or of blocks of the tensors' files"""
 
 
+class EvaluatedStep(Section):
+    """A step and its validation loss."""
+
+    step: Count
+    loss: float
+
+
+class ValidationState(Section):
+    """What a run remembers of its validation losses."""
+
+    best: tuple[EvaluatedStep, ...] = ()
+    """the lowest ones, lowest first"""
+    since: Count = 0
+    """evaluations since the lowest"""
+
+
 class RunProgress(Section):
     """The progress of a run: the manifest's `extra`."""
 
@@ -111,6 +127,8 @@ class RunProgress(Section):
     """counters of the replicas' exchanges"""
     base: BaseRecord | None = None
     """the base weights, in a run that trains adapters"""
+    validation: ValidationState | None = None
+    """its validation losses, where it has any"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:

@@ -37,7 +37,7 @@ from mtcli.core.checkpoint.manifest import (
     index_of,
 )
 from mtcli.core.checkpoint.resharding import code_of, dtype_name
-from mtcli.core.checkpoint.retention import prune
+from mtcli.core.checkpoint.retention import NO_BEST, Best, prune
 from mtcli.core.checkpoint.shard_index import IndexedTensor, ShardIndex, merge
 from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.config.untrusted import read_untrusted
@@ -81,15 +81,16 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     attached: Mapping[str, Path] | None = None,
     keep: int,
     keep_every: int = 0,
+    best: Best = NO_BEST,
     replicas: int = 1,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
     `progress` is called during the save. `extra` is JSON. Afterwards the newest `keep` checkpoints
-    stay (0: all), and those of multiples of `keep_every`. `attached` maps names in the folder to
-    further files to copy. A tensor whose shards name a replica must have shards for each of
-    `replicas`. `warn` is called with what cannot be removed.
+    stay (0: all), those of multiples of `keep_every` and the best. `attached` maps names in the
+    folder to further files to copy. A tensor whose shards name a replica must have shards for each
+    of `replicas`. `warn` is called with what cannot be removed.
 
     Raises MtcliError (exit 1) on every rank where any could not write; earlier checkpoints remain.
     """
@@ -130,7 +131,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if ranks.rank == 0:
-        prune(root, keep, keep_every, final, warn)
+        prune(root, keep, keep_every, final, warn, best)
     ranks.tell(None)
     return final
 

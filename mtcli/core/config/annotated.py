@@ -14,15 +14,20 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
     """Returns TOML that `load_config` reads back to an equal config, apart from fields in
     `without`; these, and what TOML leaves out, stand at their section's end as comments."""
     lines_of: dict[str, list[str]] = {"": []}
-    tables, array, phases = dump_toml(config).partition("[[phase]]\n")
-    section, written = "", {"phase"} if phases else set()
-    for line in filter(None, tables.splitlines()):
+    section, written = "", set[str]()
+    for line in filter(None, dump_toml(config).splitlines()):
         if line.startswith("["):
-            section = line.strip("[]")
-            lines_of[section] = ["", line]
+            table = line.strip("[]")
+            # A table inside one of an array stays there.
+            section = next((field for field in written if table.startswith(f"{field}.")), table)
+            written |= {section} & comments.keys()  # an array of tables, or a table of names
+            header = _commented(line, comments[table]) if table in comments else line
+            lines_of.setdefault(section, []).extend(["", header])
             continue
         field = f"{section}.{line.partition(' = ')[0]}".lstrip(".")
-        if field not in without:
+        if section in written:
+            lines_of[section].append(line)
+        elif field not in without:
             lines_of[section].append(_commented(line, comments[field]))
             written.add(field)
     for field, value in values_of(config):
@@ -30,8 +35,7 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
             section, _, name = field.rpartition(".")
             assigned = "" if value is None or field in without else f" = {shown(value)}"
             lines_of[section].append(_commented(f"# {name}{assigned}", comments[field]))
-    text = "\n".join(line for lines in lines_of.values() for line in lines) + "\n"
-    return text + f"\n# phases: {comments['phase']}\n{array}{phases}" * bool(phases)
+    return "\n".join(line for lines in lines_of.values() for line in lines) + "\n"
 
 
 def _commented(line: str, comment: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 from math import isfinite, isqrt
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -54,9 +54,12 @@ Fraction = Annotated[Real, Field(ge=0.0, lt=1.0)]
 Count = Annotated[Int, Field(ge=0)]
 
 
+NO_PATH: Final = "{text} names nothing"
+
+
 def _path(text: str) -> str:
     if not names_a_file(text):
-        raise PydanticCustomError("no_path", "{text} names nothing", {"text": shown(text)})
+        raise PydanticCustomError("no_path", NO_PATH, {"text": shown(text)})
     return text
 
 
@@ -66,7 +69,10 @@ PathText = Annotated[str, AfterValidator(_path)]
 def _one_fault(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
-    except ValidationError:
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["type"] == "no_path":
+                raise PydanticCustomError("no_path", NO_PATH, detail["ctx"]) from None
         raise ValueError("fits no alternative") from None
 
 
@@ -93,6 +99,11 @@ class FieldKind(NamedTuple):
     below: float | None = None
 
     @property
+    def holds_tables(self) -> bool:
+        """True for an array of tables, such as [[name]] in TOML."""
+        return self.base is tuple and bool(self.items) and _is_section(self.items[0].base)
+
+    @property
     def range(self) -> str:
         """The bounds in words: 'from 1 to 1,000,000,000'; empty where the kind has none."""
         if self.low is None:
@@ -108,7 +119,7 @@ class FieldKind(NamedTuple):
         if self.options:
             return either([*map(shown, self.options), *[lists] * (self.base is tuple)])
         if self.base is tuple:
-            return lists
+            return "an array of tables" if self.holds_tables else lists
         name = NAMES.get(self.base, "a table of fields")
         return f"{name} {self.range}".rstrip()
 
@@ -147,21 +158,30 @@ def field_kind(field: FieldInfo) -> FieldKind:
 
 
 def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Finds the section at a path of names, and of numbers in arrays of tables; None where there is
-    none."""
-    section, keys = root, list(map(str, path))
-    while keys:
-        key = keys.pop(0)
+    """Finds the section at a path of names; None where there is none. That of an array of tables is
+    the section of each; numbers, which say the table, may follow it."""
+    section = root
+    for key in (key for key in path if not str(key).isdecimal()):
         if key not in section.model_fields:
             return None
-        kind = field_kind(section.model_fields[key])
-        if kind.base is tuple and keys and keys[0].isdecimal():
-            kind = kind.items[min(int(keys.pop(0)), len(kind.items) - 1)]
-        inner = kind.base
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kind = field_kind(section.model_fields[str(key)])
+        inner = kind.items[0].base if kind.holds_tables else kind.base
+        if not _is_section(inner):
             return None
         section = inner
     return section
+
+
+def table_header(path: str) -> str:
+    """Returns the TOML header of the section at a path: [model], [[eval]] for eval.0, and
+    [phase.batch] for phase.0.batch."""
+    keys = path.split(".")
+    name = ".".join(key for key in keys if not key.isdecimal())
+    return f"[[{name}]]" if keys[-1].isdecimal() else f"[{name}]"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
@@ -224,6 +244,8 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         if (near := meant_value(name, value, kind.options)) is not None:
             return f"did you mean {shown(near)}?"
         return f"such as {_assigned(name, kind.options[0] if default is None else default)}"
+    if kind.holds_tables:
+        return f"a table of fields for each, as [[{name}]]"
     if kind.base is tuple:
         if isinstance(value, str):
             options = kind.items[0].options
@@ -238,7 +260,7 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         if numbers := _written_out(value):
             return either(numbers)
         return f"{kind.words}, such as {_figure(kind.low if default is None else default)}"
-    return f"fields of its own, as [{name}] or {name}.FIELD=VALUE"
+    return f"fields of its own, as {table_header(name)} or {name}.FIELD=VALUE"
 
 
 def _written_out(value: Any) -> list[str]:

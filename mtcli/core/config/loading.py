@@ -11,9 +11,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
+from mtcli.core.config.fields import (
+    LARGEST,
+    divides,
+    either,
+    field_kind,
+    refused_value,
+    section_at,
+    table_header,
+)
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
-from mtcli.core.config.not_found import download, near_path
+from mtcli.core.config.nameable import CONFIGS, download, near_path
 from mtcli.core.config.phases import with_steps_of_tokens
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
@@ -74,7 +82,7 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
             case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
                 type(n) is int and 0 < n < m
             ):
-                return _with(table, ["optimizer", "warmup_steps"], n)
+                table = _with(table, ["optimizer", "warmup_steps"], n)
     return table
 
 
@@ -167,11 +175,12 @@ def dump_toml(config: RunConfig) -> str:
     """Writes a config as TOML that `load_config` reads back to an equal config."""
     import tomlkit
 
-    implied = {"optimizer": config.optimizer.implied}
-    implied |= {"train": {"steps"}} if config.train.tokens else {}
-    table = config.model_dump(mode="json", exclude_none=True, exclude=implied)
-    table["phase"] = [one.model_dump(mode="json", exclude_unset=True) for one in config.phase]
-    return tomlkit.dumps({name: value for name, value in table.items() if name != "phase" or value})
+    left_out: dict[str, Any] = {"optimizer": config.optimizer.implied}
+    left_out |= {"train": {"steps"}} if config.train.tokens else {}
+    for name, field in RunConfig.model_fields.items():
+        if field_kind(field).holds_tables and not getattr(config, name):
+            left_out[name] = True  # as `name = []` another [[name]] could not follow
+    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True, exclude=left_out))
 
 
 @cache
@@ -192,7 +201,7 @@ def read_table(source: str) -> Table:
         path = path / "config.toml"  # a run folder
         if not path.exists():
             hint = "a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
-            hint += f"`mtcli preprocess {source} --output DATA --tokenizer train:8192`"
+            hint += f"`mtcli train tiny --set data.train={source} --set data.tokenizer=train:8192`"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
         return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode("utf-8-sig"))
@@ -201,7 +210,7 @@ def read_table(source: str) -> Table:
             hint = f"name a config, and this in it: mtcli train tiny --set data.train={source}"
             raise wrong(f"{source} is a data set, and no config", hint) from None
         near = closest(source, preset_names()) or near_path(source) or download(source)
-        hint = f"give a TOML file, a run folder, or a preset{near}"
+        hint = f"give {CONFIGS}{near}"
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
     except ValueError as error:
         hint = "a line is [section] or field = value, and text stands in quotes"
@@ -283,7 +292,8 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
         return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
     if detail["type"] == "missing":
-        hint = f"add {path[-1]} to [{path[0]}] or name a preset"
+        hint = f"add {path[-1]} to {table_header('.'.join(path[:-1]))}"
+        hint += " or name a preset" if path[0] == "model" else ""
         if path == ["model"]:
             hint = "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
         missing = Problem("this field is missing", hint, ".".join(path))
@@ -297,7 +307,7 @@ def _problem(detail: ErrorDetails) -> Problem:
 def _unknown(path: list[str]) -> Problem:
     *parents, name = path
     section = ".".join(parents)
-    where = f"in [{section}]" if parents else "at the top level"
+    where = f"in {table_header(section)}" if parents else "at the top level"
     meant = [field.removeprefix(f"{section}.") for field in meant_by(path)]
     hint = f"known: {', '.join(_fields_of(parents))}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
@@ -334,9 +344,12 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 
 
 @cache
-def all_fields() -> tuple[str, ...]:
-    """Lists the fields that hold a value, as section.name."""
-    return tuple(_leaves(RunConfig, ""))
+def all_fields(with_repeated: bool = False) -> tuple[str, ...]:
+    """Lists the fields that hold a value, as section.name; those that a phase sets again, such as
+    phase.batch.seq_len, on demand."""
+    fields = tuple(_leaves(RunConfig, ""))
+    repeated = set() if with_repeated else {f"phase.{field}" for field in fields}
+    return tuple(field for field in fields if field not in repeated)
 
 
 def value_named(word: str) -> str:
@@ -361,20 +374,20 @@ def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
             yield f"{path}{name}"
 
 
-def _with(table: Table, keys: list[str], value: Any) -> Table:
-    """Sets a value; a number as a key names a table of an array, or the one after its last."""
+def _with(table: Any, keys: list[str], value: Any) -> Any:
+    """Copies a table, or an array of tables, with the value at a path of names and of numbers; the
+    number after the last one adds a table.
+
+    Raises TypeError where the path leads into another value.
+    """
+    if isinstance(table, list) and keys[0].isdecimal() and int(keys[0]) <= len(table):
+        numbered = dict(zip(map(str, range(len(table))), table, strict=True))
+        return list(_with(numbered, [str(int(keys[0])), *keys[1:]], value).values())
     if not isinstance(table, dict):
         raise TypeError
-    name, *inside = keys
-    if not inside:
-        return table | {name: value}
-    if not inside[0].isdecimal():
-        return table | {name: _with(table.get(name, {}), inside, value)}
-    tables, number = table.get(name, []), int(inside[0])
-    if not isinstance(tables, list) or number > len(tables):
-        raise TypeError
-    (changed,) = _with({"": (tables + [{}])[number]}, ["", *inside[1:]], value).values()
-    return table | {name: [*tables[:number], changed, *tables[number + 1 :]]}
+    if len(keys) > 1:
+        value = _with(table.get(keys[0], [] if keys[1].isdecimal() else {}), keys[1:], value)
+    return table | {keys[0]: value}
 
 
 def _without(table: Table, keys: list[str]) -> Table:

@@ -38,6 +38,16 @@ def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def saved_modules(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The parameters of modules outside of blocks that may be trained whole beside adapters, by
+    peft's names; a tied head is the embedding."""
+    embedding = "wte" if model.position == "learned" else "embed_tokens"
+    modules: dict[str, tuple[str, ...]] = {embedding: ("embedding.weight",)}
+    if model.head == "lm" and not model.tie_embeddings:
+        modules["lm_head"] = ("head.weight", "head.bias")
+    return modules
+
+
 def is_chosen(name: str, targets: tuple[str, ...]) -> bool:
     """Says whether a config's `targets` name a target, by its name with or without the prefix of a
     shared expert; without any they are all but those of routed experts, which multiply their

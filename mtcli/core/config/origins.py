@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from mtcli.core.config.fields import section_at
+from mtcli.core.config.fields import field_kind, section_at
 from mtcli.core.config.loading import Table
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.schema import RunConfig
@@ -19,11 +19,11 @@ FOLLOWS = re.compile(r"\[([^\[\]]+)\]$")
 
 def values_of(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (section.name, value) of each field; a section that is None is a value itself, and an
-    array of tables is one, of dictionaries."""
-    for name in type(config).model_fields:
+    array of tables is a list of dicts."""
+    for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if name == "phase":
-            value = tuple(one.model_dump(mode="json", exclude_unset=True) for one in value)
+        if value and field_kind(field).holds_tables:
+            value = [table.model_dump(exclude_none=True) for table in value]
         if isinstance(value, BaseModel):
             yield from values_of(value, f"{path}{name}.")
         else:
@@ -31,9 +31,10 @@ def values_of(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def entries(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (section.name, value) of each entry of a config's table."""
+    """Yields (section.name, value) of each entry of a config's table; a field that is a table of
+    names is an entry."""
     for name, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and section_at(RunConfig, f"{path}{name}".split(".")):
             yield from entries(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

@@ -96,12 +96,8 @@ def _changed(config: RunConfig, phase: PhaseConfig) -> RunConfig:
     decays over all of its steps, unless it says so."""
     sections = {}
     for name in ("batch", "optimizer", "data", "model"):
-        settings = getattr(phase, name)
-        given = {
-            field: getattr(settings, field)
-            for field in type(settings).model_fields
-            if getattr(settings, field) is not None
-        }
+        settings = getattr(phase, name) or ()
+        given = {field: value for field, value in settings if value is not None}
         if name == "optimizer" and given:
             given = {"warmup_steps": 0, "decay_steps": 0} | given
         if given:
@@ -126,7 +122,7 @@ def _placed(spans: list[PhaseSpan], phases: Sequence[PhaseConfig]) -> list[Phase
 
 def begins_curve(phase: PhaseConfig) -> bool:
     """Says whether a phase begins a learning-rate curve: it sets a field of one."""
-    return any(value is not None for _, value in phase.optimizer)
+    return any(value is not None for _, value in phase.optimizer or ())
 
 
 def _order(span: PhaseSpan) -> tuple[tuple[str, ...], int]:

@@ -6,6 +6,7 @@ own.
 """
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from mtcli.core.config.layout_rules import (
     rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
-from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets
+from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets, saved_modules
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.phases import PhaseSpan, begins_curve, phases_of
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
@@ -36,6 +37,7 @@ from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 LARGEST_NARROW_DECAY = 1 - 2**-8  # of a mean that is kept in bfloat16
+SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -95,7 +97,7 @@ def refusal(
         return MtcliError(*all_problems)
 
     def legal(candidate: RunConfig, world: int) -> bool:
-        rules = (rule for rule in (*RULES, *more) if rule not in without)
+        rules = (rule for rule in (*RULES, *more) if rule not in (*without, *OF_DATA))
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
@@ -373,6 +375,10 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     lora, m = config.lora, config.model
     if not lora.rank:
         return
+    if config.train.freeze:
+        message = f"freeze={shown(list(config.train.freeze))} with lora.rank={lora.rank}"
+        hint = "leave train.freeze out, or lora.rank = 0"
+        yield Problem(f"{message}, which freezes all weights", hint, "train.freeze")
     if config.parallel.zero == 3:
         message = f"rank={lora.rank} with zero=3: adapters are too small to be sharded by rows"
         yield Problem(message, "parallel.zero = 1", "lora.rank")
@@ -387,6 +393,12 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
             yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
+    modules = saved_modules(m)
+    for name in lora.modules_to_save:
+        if name not in modules:
+            said = f"there is no module {name!r} to train whole in this model"
+            tied = "; its head is the embedding" * m.tie_embeddings
+            yield Problem(said, f"known: {', '.join(modules)}{tied}", "lora.modules_to_save")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -434,8 +446,7 @@ def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks the words of the data section without reading files."""
     d = config.data
-    named = (("data.train", d.train), ("data.valid", d.valid))
-    blends = (partial(read_blend, words, field) for field, words in named if words)
+    blends = (partial(read_blend, words, field) for field, words in d.words_by_field.items())
     try:
         *read, (train, valid, _) = collect_errors(
             *blends, partial(read_split, d.split, "data.split")
@@ -451,6 +462,44 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     for name in (name for name, share in needed.items() if not share):
         message = f"split {d.split!r} gives {name} a share of 0"
         yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
+
+
+def validation_sets_have_names(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the names of validation sets, which are parts of metrics' names, and train.best_of."""
+    sets, best = config.data.valid, config.train.best_of
+    names = list(sets) if isinstance(sets, dict) else []
+    for name in names:
+        if not SET_NAME.fullmatch(name):
+            message = f"a validation set is called {shown(name)}"
+            yield Problem(message, "letters, digits, - and _, such as wiki", "data.valid")
+    if best is not None and best not in names:
+        message = f"best_of={best!r}, and data.valid is no table of names"
+        hint = 'data.valid = {wiki = "data/wiki", code = "data/code"}, or leave best_of out'
+        if names:
+            message, hint = f"best_of={best!r} is no set of data.valid", either(map(repr, names))
+        yield Problem(message, hint, "train.best_of")
+
+
+def validation_is_computed(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a run that goes by its validation loss computes one."""
+    train, data = config.train, config.data
+    if train.eval_every:  # then the data is checked
+        return
+    without, hint = "eval_every=0", "train.eval_every of 1 or more"
+    if not data.valid and not _holds_out(data.split):
+        without += " and no data.valid"
+        hint += " and data.valid, or a valid part of data.split"
+    for name in ("keep_best", "patience"):
+        if count := getattr(train, name):
+            message = f"{name}={count} with {without}: there is no validation loss"
+            yield Problem(message, f"{hint}, or {name} = 0", f"train.{name}")
+
+
+def _holds_out(split: str) -> bool:
+    try:
+        return read_split(split)[1] > 0.0
+    except MtcliError:
+        return True  # which is a problem of its own
 
 
 def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -719,7 +768,12 @@ NEEDS = (
         "whose length is in steps and which has no lines to read",
     ),
     Need(("train.ema",), "sync.method", ("all_reduce",), "whose replicas may have other weights"),
-    Need(("lora.alpha", "lora.dropout", "lora.targets"), "lora.rank", (), "which has no adapters"),
+    Need(
+        ("lora.alpha", "lora.dropout", "lora.targets", "lora.modules_to_save"),
+        "lora.rank",
+        (),
+        "which has no adapters",
+    ),
 )
 
 
@@ -758,14 +812,21 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "leave it out", "parallel.sequence_parallel")
 
 
+# Of sections that no layout changes.
+OF_DATA: tuple[Rule, ...] = (
+    data_fits_head,
+    data_is_shared_out,
+    validation_sets_have_names,
+    validation_is_computed,
+    subsets_are_of_sequences,
+)
+
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
 TRAINING_RULES: tuple[Rule, ...] = (
     next_tokens_are_hidden,
     fields_are_used,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
 )
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
@@ -799,9 +860,7 @@ RULES: tuple[Rule, ...] = (
     _adapters_fit,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
-    data_fits_head,
-    data_is_shared_out,
-    subsets_are_of_sequences,
+    *OF_DATA,
     _trackers_differ,
     _phases_follow,
     _phases_keep_rules,

@@ -5,6 +5,7 @@ every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
 import re
+from collections.abc import Mapping
 from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 # What reads labelled data, by its format; the others are read by more than one head.
 HEAD_OF_FORMAT = {"race": "multiple_choice", "classification": "classification"}
+SAVING_SHARE = 0.01  # of a run's time, that saves by time may take at most
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Tokens = Annotated[Int, Field(ge=0, le=10**18)]
@@ -61,7 +63,7 @@ class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
     tp: Ranks = 1
-    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
+    """tensor parallel size; divides num_heads, and divides num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
     tp_rows: Whole = 0
@@ -152,6 +154,18 @@ class OtherConfig(Section):
     """decoupled; not of biases and norms [optimizer.weight_decay]"""
 
 
+class GroupConfig(Section):
+    """Parameters with a learning rate and weight decay of their own; a parameter is of the first
+    group that matches it."""
+
+    match: tuple[str, ...]
+    """parameters by checkpoints' names, such as "*.router.*", as train.freeze has them"""
+    lr_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 1.0
+    """times the learning rate, whatever its schedule"""
+    weight_decay: Decay | None = None
+    """decoupled; not of biases and norms [optimizer.weight_decay, or optimizer.other's]"""
+
+
 # Defaults of the fields below that an optimizer's name says, each of which may be set.
 OF_OPTIMIZER: dict[str, dict[str, Any]] = {"muon": {"momentum": 0.95, "nesterov": True}}
 
@@ -181,6 +195,8 @@ class OptimizerConfig(Section):
     """muon: every query, key and value head is a matrix of its own"""
     other: OtherConfig | None = None
     """AdamW of the parameters that muon leaves"""
+    group: tuple[GroupConfig, ...] = ()
+    """parameters with a learning rate and weight decay of their own"""
     eps: Epsilon = 1e-8
     """added to the square root of the second moment"""
     weight_decay: Decay = 0.1
@@ -194,7 +210,7 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+    """steps of the decay after the warm-up, of wsd at the end; may exceed the run [all left]"""
 
     @model_validator(mode="before")
     @classmethod
@@ -210,7 +226,8 @@ class OptimizerConfig(Section):
         usual = OF_OPTIMIZER.get(self.name, {})
         fields = {field for defaults in OF_OPTIMIZER.values() for field in defaults}
         default = {field: type(self).model_fields[field].default for field in fields} | usual
-        return {field for field in fields if getattr(self, field) == default[field]}
+        same = {field for field in fields if getattr(self, field) == default[field]}
+        return same | ({"group"} if not self.group else set())
 
     def steps_of_decay(self, steps: int) -> int:
         """Returns the steps of the decay in a run of some steps: the given number, or all that the
@@ -234,9 +251,9 @@ class DataConfig(Section):
     format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
     """tokens, conversations [.jsonl .json .parquet, .jsonl.gz], labelled lines, RACE's folders"""
     train: Sources = ()
-    """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
-    valid: Sources = ()
-    """the same for validation [the valid part of split]"""
+    """prefixes or text, with or without weights: ["0.7", "data/a", "0.3", "texts"]; or files"""
+    valid: Annotated[dict[str, Sources] | Sources, AnyOf] = ()
+    """the same for validation, or a table of them by name [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid, test of each dataset [other formats than tokens: 1,0,0]"""
     subset: PathText | None = None
@@ -248,7 +265,7 @@ class DataConfig(Section):
     document_positions: bool = False
     """positions begin again at each document (--reset-position-ids) [conversations: true]"""
     tokenizer: PathText | None = None
-    """of conversations or an encoder's rows, a folder or name [the data's, or train.init's]"""
+    """of text and conversations, a folder, name or train:N [the data's, or train.init's]"""
     chat_template: bool = True
     """conversations: prompts, too, go through the chat template where there is one"""
     loss_on: LossOn = "assistant"
@@ -257,6 +274,25 @@ class DataConfig(Section):
     """leave bad examples and too long ones out, and count them"""
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] | None = None
     """key of the order of the data, and of what is masked in it [seed]"""
+
+    @property
+    def valid_sets(self) -> Mapping[str, tuple[str, ...]]:
+        """The words of each validation set by name; one without a name where `valid` is no table,
+        and without words where it is a part of the training data."""
+        return self.valid if isinstance(self.valid, dict) else {"": self.valid}
+
+    @property
+    def words_by_field(self) -> dict[str, tuple[str, ...]]:
+        """The words of `train` and of each validation set by field, such as data.valid.wiki;
+        without what is not set."""
+        valid = {f"data.valid.{name}": words for name, words in self.valid_sets.items() if name}
+        alone = {"data.train": self.train, "data.valid": self.valid_sets.get("", ())}
+        return {field: words for field, words in alone.items() if words} | valid
+
+    @property
+    def valid_words(self) -> tuple[str, ...]:
+        """The words of all validation sets."""
+        return tuple(word for words in self.valid_sets.values() for word in words)
 
 
 class LoraConfig(Section):
@@ -271,6 +307,8 @@ class LoraConfig(Section):
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
     """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
+    modules_to_save: tuple[str, ...] = ()
+    """trained whole beside adapters, and saved: ["embed_tokens", "lm_head"], or GPT-2's ["wte"]"""
 
 
 class TrainConfig(Section):
@@ -286,6 +324,8 @@ class TrainConfig(Section):
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     base: PathText | None = None
     """the weights that adapters of train.init are for, where these have moved; --base sets it"""
+    freeze: tuple[str, ...] = ()
+    """parameters left as they are, by checkpoints' names: ["embedding", "blocks.0-3.*"]"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -322,12 +362,18 @@ class TrainConfig(Section):
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0
     """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
+    keep_best: Whole = 0
+    """evaluations with the lowest losses whose checkpoints are saved and kept besides; 0 none"""
     async_save: bool = True
     """train on while a checkpoint is written from a copy in host memory"""
     eval_every: Whole = 0
     """steps between evaluations on data.valid; 0 never"""
     eval_batches: Positive = 8
     """global batches of an evaluation"""
+    patience: Whole = 0
+    """the run ends after so many evaluations without a lower loss; 0 never"""
+    best_of: str | None = None
+    """the validation set by whose loss keep_best and patience go [the mean over sets]"""
     log_every: Positive = 1
     """steps between progress lines and tracker records"""
     timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0
@@ -348,6 +394,22 @@ class TrainConfig(Section):
     """the run's name for trackers [WANDB_NAME, or that of the run folder]"""
     tracker_tags: tuple[str, ...] = ()
     """the run's tags for trackers"""
+
+    def seconds_between_saves(self, cost_seconds: float) -> float:
+        """Returns the seconds from one save by time to the next: more than `save_minutes` where
+        training stood still `cost_seconds` for one, so that saves take SAVING_SHARE at most."""
+        return max(60.0 * self.save_minutes, cost_seconds / SAVING_SHARE)
+
+
+class EvalConfig(Section):
+    """A task that is evaluated on the weights of the run; any number of tables."""
+
+    task: str
+    """NAME=PATH, FILE.toml=PATH or lm_eval:NAME, as `mtcli eval --task` takes it"""
+    every: Positive
+    """steps between evaluations"""
+    limit: Whole = 0
+    """items of each kind; 0 all"""
 
 
 class PhaseBatch(Section):
@@ -399,10 +461,10 @@ class PhaseConfig(Section):
 
     from_tokens: Annotated[Int, Field(ge=1, le=10**18)]
     """tokens trained on, from which on it holds: at the first step that begins with as many"""
-    batch: PhaseBatch = PhaseBatch()
-    optimizer: PhaseOptimizer = PhaseOptimizer()
-    data: PhaseData = PhaseData()
-    model: PhaseModel = PhaseModel()
+    batch: PhaseBatch | None = None
+    optimizer: PhaseOptimizer | None = None
+    data: PhaseData | None = None
+    model: PhaseModel | None = None
 
 
 class RunConfig(Section):
@@ -420,11 +482,28 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     phase: tuple[PhaseConfig, ...] = ()
     """settings that change after some tokens, in order"""
+    eval: tuple[EvalConfig, ...] = ()
+    """tasks that are evaluated while the run trains"""
 
     @property
     def data_seed(self) -> int:
         """The key of the order of the data."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def words_by_field(self) -> dict[str, tuple[str, ...]]:
+        """The words of the data by field, with those of phases: phase.0.data.train."""
+        of_phases = {
+            f"phase.{number}.data.train": phase.data.train
+            for number, phase in enumerate(self.phase)
+            if phase.data and phase.data.train
+        }
+        return self.data.words_by_field | of_phases
+
+    def validating(self, name: str) -> "RunConfig":
+        """Returns the config with one of its validation sets as the only one."""
+        data = self.data.model_copy(update={"valid": self.data.valid_sets[name]})
+        return self.model_copy(update={"data": data})
 
     def num_replicas(self, world: int) -> int:
         """Returns the number of copies of the model that may differ on `world` ranks."""

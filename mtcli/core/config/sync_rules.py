@@ -95,6 +95,9 @@ def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Proble
         message = f"method={method!r} is not defined for optimizer.name={name!r}"
         either = " or ".join(f"optimizer.name = {optimizer!r}" for optimizer in takes)
         yield Problem(message, either, "sync.method")
+    if config.optimizer.group and method in ("onebit", *DECENTRALIZED):
+        message = f"method={method!r} with [[optimizer.group]]: it updates all parameters alike"
+        yield Problem(message, "leave the groups out, or sync.method = 'all_reduce'", "sync.method")
 
 
 def exchanges_come_in_turn(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Converts adapters to peft's folder: adapter_config.json, adapter_model.safetensors, tokenizer."""
 
 import json
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from mtcli.core.checkpoint.huggingface.peft import (
     peft_metadata,
     peft_modules,
     peft_tensors,
+    saved_of,
 )
+from mtcli.core.checkpoint.huggingface.peft_saved import read_saved
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import code_of, dtype_name
 from mtcli.core.config.untrusted import read_untrusted
@@ -32,8 +35,10 @@ def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
     modules = peft_modules(source)
     dtype = adapters.dtype(next(name for name in adapters.names() if ".adapter." in name))
     boxes = [side[0] for module in modules for side in (module.a, module.b)]
-    plan = [(box.key, code_of(dtype), box.shape) for box in boxes]
-    numbers = sum(prod(box.shape) for box in boxes)
+    saved = saved_of(source)
+    written = [*boxes, *(tensor.box for tensor in saved)]
+    plan = [(box.key, code_of(dtype), box.shape) for box in written]
+    numbers = sum(prod(box.shape) for box in written)
     size = numbers * dtype.itemsize
     require_free(final, force)
     require_apart(source.folders, [final, partial_name(final)], "DST")
@@ -41,7 +46,9 @@ def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
         tensors = (
             tensor.to(dtype) for module in modules for _, tensor in peft_tensors(source, module)
         )
-        write_tensors(partial / WEIGHTS, plan, tensors, peft_metadata(source, modules))
+        of_saved = (tensor.to(dtype) for tensor in read_saved(adapters, saved))
+        metadata = peft_metadata(source, modules)
+        write_tensors(partial / WEIGHTS, plan, chain(tensors, of_saved), metadata)
         text = json.dumps(peft_config(source, modules), indent=2) + "\n"
         write_bytes(partial / ADAPTER_CONFIG, text.encode())
         for name, path in tokenizer_of(source).items():

@@ -288,7 +288,7 @@ def open_conversations(
     folder = path if path.is_dir() else path.parent
     paths, field = data.train, "data.train"
     if which == "valid" and data.valid:
-        paths, field = data.valid, "data.valid"
+        paths, field = data.valid_words, "data.valid"
     try:
         template = None
         if data.chat_template:

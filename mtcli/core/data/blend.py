@@ -51,10 +51,10 @@ def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
 
 
 def chosen(data: DataConfig, which: Which) -> tuple[Sequence[str], str]:
-    """Returns the words of a run's training or validation data, and the split that applies to
-    it."""
+    """Returns the words of a run's training data or only validation set, and the split that applies
+    to it."""
     if which == "valid":
-        return (data.valid, "0,1,0") if data.valid else (data.train, data.split)
+        return (data.valid_words, "0,1,0") if data.valid else (data.train, data.split)
     # data.valid holds nothing back from data.train
     return data.train, "1,0,0" if data.valid else data.split
 

@@ -33,7 +33,7 @@ ALPACA = "Below is an instruction that describes a task{}. Write a response that
 ALPACA += "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
 CONTEXT = ", paired with an input that provides further context"
 HINT = 'a line is {"messages": [...]} or {"prompt": ..., "completion": ...}; or as ShareGPT or '
-HINT += "Alpaca has it"
+HINT += "Alpaca has it. Plain text is read with data.format = 'tokens'"
 
 Message = dict[str, Any]
 Line = Mapping[str, Any]

@@ -4,7 +4,6 @@ import math
 from functools import partial
 from pathlib import Path
 
-from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.training_data import open_examples
@@ -17,9 +16,11 @@ def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
 
     Raises MtcliError where the data is wrong, the warm-up is longer, or steps are set too.
     """
-    which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
     read = open_conversations if config.data.format == "conversations" else open_examples
-    opened = (partial(read, config, tokenizer, name) for name in which)
+    opened = [partial(read, config, tokenizer)]
+    if config.train.eval_every:
+        of_sets = map(config.validating, config.data.valid_sets)
+        opened += [partial(read, one, tokenizer, "valid") for one in of_sets]
     per_epoch = collect_errors(*opened)[0].epochs.steps_per_epoch
     if not config.train.epochs:
         return config

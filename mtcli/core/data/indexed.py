@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.config.not_found import near_path
+from mtcli.core.config.nameable import near_path
 from mtcli.core.config.schema import CHAT_FILE
 from mtcli.core.config.untrusted import load_json, open_untrusted
 
@@ -224,6 +224,16 @@ def max_token_id(prefix: str | Path) -> int | None:
     """Returns the largest token id in the data at `prefix`, where `PREFIX.json` has it."""
     value = (describe(prefix) or {}).get("max_token_id")
     return value if type(value) is int else None
+
+
+def stated_token_bytes(prefix: str | Path) -> float | None:
+    """Returns the mean bytes of text of a token in the data at `prefix`, where `PREFIX.json` has
+    both numbers."""
+    facts = describe(prefix) or {}
+    tokens, text = facts.get("tokens"), facts.get("text_bytes")
+    if not isinstance(tokens, int) or not isinstance(text, int) or min(tokens, text) <= 0:
+        return None
+    return text / tokens
 
 
 def tokenizer_size(prefix: str | Path) -> int | None:

@@ -373,9 +373,7 @@ def require_data(config: RunConfig) -> None:
     require_named(data)
     if data.format != "tokens":  # conversations are read before a run is planned, examples in it
         return
-    named = [("data.train", data.train), ("data.valid", data.valid)]
-    named += [(f"phase.{n}.data.train", one.data.train or ()) for n, one in enumerate(config.phase)]
-    opened = (partial(open_blend, words, field) for field, words in named if words)
+    opened = (partial(open_blend, words, field) for field, words in config.words_by_field.items())
     for blend, _ in collect_errors(*opened):
         require_stated_ids(blend.prefixes, config.model.vocab_size)
 

@@ -24,7 +24,7 @@ from mtcli.core.config.untrusted import append_untrusted, open_untrusted
 from mtcli.core.data.blend_order import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
 from mtcli.core.runtime.atomic_writes import atomic_file
-from mtcli.core.runtime.private_folder import private_folder
+from mtcli.core.runtime.private_folder import adds_to_caches, private_folder
 
 FINAL_EPOCH_THRESHOLD = 0.80  # a last epoch of which less is needed is shuffled on its own
 CHUNK = 1 << 20  # rows of the sample index found at a time
@@ -186,6 +186,8 @@ def kept(
     here with the data is never used: its name would need the time when `source` was put here.
     """
     facts = [*facts, source.stat().st_ctime_ns]
+    if not adds_to_caches():
+        return load_kept(cache / _name(facts), kind) or build()
     with suppress(OSError):
         return _kept(cache / _name(facts), kind, build)
     with suppress(OSError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.not_found import near_path
+from mtcli.core.config.nameable import near_path
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 from mtcli.core.runtime.remote import is_remote, list_remote, open_input, path_of
@@ -212,7 +212,7 @@ def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceF
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
-        skipped = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        skipped = f", but others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
         hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
         of_pages = PAGES & left_out.keys() - kinds.by_ending.keys()

@@ -13,12 +13,14 @@ from mtcli.core.config.loading import Table, preset_names, read_config, read_tab
 from mtcli.core.config.schema import RunConfig
 
 
-def with_vocabulary(source: str | Table, overrides: list[str]) -> list[str]:
+def with_vocabulary(
+    source: str | Table, overrides: list[str], size: int | None = None
+) -> list[str]:
     """Returns the overrides, preceded by the vocabulary of the data's tokenizer where the model's
-    is a preset's and the run starts from no weights."""
+    is a preset's and the run starts from no weights. `size` is that of data yet to be made."""
     try:
         config, _ = read_config(source, overrides)
-        size = _largest(config) if config else None
+        size = size or (_largest(config) if config else None)
         if (
             config is None
             or size is None
@@ -65,14 +67,14 @@ def _is_default(source: str | Table, overrides: Sequence[str]) -> bool:
 def _largest(config: RunConfig, used: bool = False) -> int | None:
     """Returns the largest vocabulary of the data's tokenizers, or of the ids that are `used`; None
     for other formats than tokens, or where a dataset does not state it."""
-    data = config.data
-    if data.format != "tokens" or not data.train:
+    if config.data.format != "tokens" or not config.data.train:
         return None
     from mtcli.core.data.indexed import max_token_id, tokenizer_size  # numpy, for no plan
 
-    words = (data.train, data.valid) if data.valid else (data.train,)
     sizes = []
-    for prefix in (prefix for blend in words for prefix in read_blend(blend)[0]):
+    for prefix in (
+        prefix for blend in config.words_by_field.values() for prefix in read_blend(blend)[0]
+    ):
         largest = max_token_id(prefix) if used else None
         sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)
     known_sizes = [size for size in sizes if size is not None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.adapters import base_of
 from mtcli.core.checkpoint.blocks import sampled_hash
-from mtcli.core.checkpoint.folder import HUGGINGFACE
+from mtcli.core.checkpoint.folder import HUGGINGFACE, CheckpointFolder
 from mtcli.core.checkpoint.huggingface.json_files import (
     CONFIG_JSON,
     GENERATION_JSON,
@@ -181,18 +181,25 @@ class InferenceModel:
         """
         b, s = tokens.shape
         inputs = self._inputs(tokens, positions=positions, cache=cache)
-        outputs = self.forward([inputs])
-        logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
-        if outputs:
-            last = outputs[0][s - 1 :: s]
-            if lengths is not None:
-                ends = torch.arange(b) * s + lengths - 1
-                last = outputs[0][ends.to(self.groups.device)]
+        ends = torch.arange(b) * s + (s if lengths is None else lengths) - 1
+        ends = ends.to(self.groups.device)
+        return self._all_logits([x_TD[ends] for x_TD in self.forward([inputs])], b)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits [b, s, V] in float32 that follow each token of rows [b, s], on every rank."""
+        b, s = tokens.shape
+        return self._all_logits(self.forward([self._inputs(tokens)]), b * s).view(b, s, -1)
+
+    def _all_logits(self, outputs: list[Tensor], count: int) -> Tensor:
+        """The logits [count, V] of the last stage's activations, on every rank."""
+        logits = torch.zeros(count, self.vocab_size, device=self.groups.device)
+        for x_TD in outputs:  # one, on the last stage
             stage = self._last_stage()
             if self.config.model.head == "mlm":
-                last = cast(MaskedTokens, stage.head).transformed(last)
+                x_TD = cast(MaskedTokens, stage.head).transformed(x_TD)
             output = cast(VocabLoss, stage.output)
-            logits = output.all_logits(output.logits(last), self.vocab_size).float()
+            logits = output.all_logits(output.logits(x_TD), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch, most: int, prefix: KVCache | None) -> Tensor:
@@ -353,7 +360,7 @@ def open_inference_model(
     return InferenceModel(config, groups, stages, weights)
 
 
-def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
+def end_ids(checkpoint: Checkpoint | CheckpointFolder) -> frozenset[int] | None:
     """Reads the end ids of generation_config.json, or else of config.json, as transformers does:
     one, several or none. None for weights without either file.
 

@@ -10,14 +10,17 @@ Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row
 dimension of weights, and tp that of biases and norms, as it does the columns of activations.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from mtcli.core.config.errors import Problem
+from mtcli.core.config.lora import saved_modules
 from mtcli.core.config.model import Mla, ModelConfig
-from mtcli.core.config.schema import LoraConfig
+from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.name_patterns import matched, unmatched
 from mtcli.core.mesh.sharding import Init, Layer, Matrix, Parameter
 from mtcli.core.mesh.visibility import mean_keys
 
@@ -25,17 +28,43 @@ TOKEN_TYPES = "token_type_embedding.weight"
 
 
 @cache
-def run_parameters(model: ModelConfig, lora: LoraConfig) -> dict[str, Parameter]:
-    """Every parameter of a run: the model's, and the adapters', for which the model's are
-    frozen."""
+def run_parameters(
+    model: ModelConfig, lora: LoraConfig, freeze: tuple[str, ...] = ()
+) -> dict[str, Parameter]:
+    """Every parameter of a run: the model's, of which patterns `freeze` some; or the model's,
+    frozen but for modules that are trained whole, and adapters."""
     table = parameters(model)
     if not lora.rank:
-        return table
+        frozen = matched(table, freeze)
+        return table | {n: replace(table[n], trained=False, frozen=True) for n in frozen}
+    saved = saved_parameters(model, lora)
     run_table: dict[str, Parameter] = {}
     for name, parameter in table.items():
-        run_table[name] = replace(parameter, trained=False, frozen=True)
+        run_table[name] = parameter
+        if name not in saved:
+            run_table[name] = replace(parameter, trained=False, frozen=True)
         run_table |= {added.name: added for added in adapter_parameters(parameter, model, lora)}
     return run_table
+
+
+def saved_parameters(model: ModelConfig, lora: LoraConfig) -> set[str]:
+    """The parameters of the modules that are trained whole beside adapters."""
+    modules = saved_modules(model) if lora.rank else {}
+    names = {name for module in lora.modules_to_save for name in modules.get(module, ())}
+    return names & parameters(model).keys()
+
+
+def pattern_problems(config: RunConfig) -> list[Problem]:
+    """Lists every pattern of a config that matches no parameter, and says where none is left to
+    train."""
+    model, freeze, groups = config.model, config.train.freeze, config.optimizer.group
+    problems = unmatched(parameters(model), freeze, "train.freeze")
+    trained = {n: p for n, p in run_parameters(model, config.lora, freeze).items() if p.trained}
+    for number, group in enumerate(groups):
+        problems += unmatched(trained, group.match, f"optimizer.group.{number}.match")
+    if not trained:
+        problems.append(Problem("all parameters are frozen", "freeze fewer", "train.freeze"))
+    return problems
 
 
 @cache
@@ -90,7 +119,7 @@ def _idle(model: ModelConfig, table: Iterable[Parameter]) -> int:
 
 
 def stage_parameters(
-    table: Mapping[str, Parameter], layers: range, first: bool, last: bool
+    table: Mapping[str, Parameter], layers: Sequence[int], first: bool, last: bool
 ) -> list[Parameter]:
     """The parameters of a pipeline stage. The last stage has a copy of a tied embedding."""
     return [
@@ -117,31 +146,50 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     seq_len, the full square; with `causal` the mean number of keys that a query sees, half of them
     in a causal layer. Adapters are not counted.
     """
-    tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
-    kinds = [p for p in parameters(model).values() if p.init in ("normal", "residual")]
-    matrices = [p for p in kinds if p.name not in tables]
-    weights = sum(p.numel for p in matrices) - _idle(model, matrices)
-    weights += model.vocab_size * model.hidden_size * model.tie_embeddings
+    weights = _multiplied(model, parameters(model).values())
     keys = mean_keys(model, seq_len, full_square=not causal)
     widths = model.head_dim + model.value_dim
     attention = 2.0 * keys * model.num_heads * widths * model.num_layers
     return 2.0 * weights + attention
 
 
+def _multiplied(model: ModelConfig, table: Iterable[Parameter]) -> int:
+    """Elements of the matrices of some parameters that multiply a token, a tied head's too."""
+    tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
+    kinds = [p for p in table if p.init in ("normal", "residual")]
+    matrices = [p for p in kinds if p.name not in tables or p.tied]
+    return sum(p.numel for p in matrices) - _idle(model, matrices)
+
+
 def training_flops(
-    model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False
+    model: ModelConfig,
+    seq_len: int,
+    lora: LoraConfig,
+    causal: bool = False,
+    freeze: tuple[str, ...] = (),
 ) -> float:
     """FLOPs of one token's forward and backward pass (see `forward_flops`).
 
     Each GEMM of the forward has two in the backward, so 3 times the forward (arXiv:2205.05198,
     appendix A). Frozen weights have no gradient: with adapters twice the forward, plus 3 times the
-    adapters'. The gradient of the first block's inputs counts too, though nothing needs it.
+    adapters'. The gradient of the first block's inputs counts too, though nothing needs it; where
+    patterns `freeze` weights, none of the blocks below the first that is trained.
     """
     forward = forward_flops(model, seq_len, causal)
     if not lora.rank:
-        return 3.0 * forward
-    weights = forward_flops(model, 0)
-    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_active_adapters(model, lora)
+        table = run_parameters(model, lora, freeze).values()
+        depths = dict.fromkeys(("first", *range(model.num_layers), "last"))
+        depth = {layer: number for number, layer in enumerate(depths)}
+        lowest = min(depth[p.layer] for p in table if p.trained)
+        below = [p for p in table if depth[p.layer] < max(1, lowest)]
+        of_weights = _multiplied(model, (p for p in table if not p.trained))
+        scores = (forward - 2.0 * _multiplied(model, table)) * max(0, lowest - 1)
+        of_inputs = _multiplied(model, (p for p in below if not p.tied))
+        return 3.0 * forward - 2.0 * (of_weights + of_inputs) - 2.0 * scores / model.num_layers
+    weights, saved = forward_flops(model, 0), saved_parameters(model, lora)
+    of_saved = 2.0 * _multiplied(model, (p for n, p in parameters(model).items() if n in saved))
+    adapters = 6.0 * count_active_adapters(model, lora)
+    return 2.0 * weights + 3.0 * (forward - weights) + of_saved + adapters
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:

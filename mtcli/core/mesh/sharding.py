@@ -139,7 +139,7 @@ class Parameter:
     padded: int | None = None  # the dim that is padded to shard evenly: the vocabulary
     trained: bool = True
     tied: bool = False  # the last stage has a second copy
-    frozen: bool = False  # a weight that adapters are trained on
+    frozen: bool = False  # a weight that the run leaves as it is
     of_adapter: bool = False  # A or B of a low-rank adapter
     partial_over_tp: bool = False  # if tp replicates it, a rank's gradient is a partial sum
     matrices: tuple[Matrix, ...] = ()
@@ -259,8 +259,8 @@ def owner_axes(
     parameter: Parameter, layout: ParallelLayout, sequence_parallel: bool
 ) -> tuple[str, ...]:
     """The axes over which zero 1 and 3 shard a parameter: those of its gradient's sum without tp
-    and tp_row; none where it is not trained."""
-    if not parameter.trained:
+    and tp_row; none of a router's bias, and only zero 3 shards a frozen one."""
+    if not (parameter.trained or parameter.frozen):
         return ()
     summed = parameter.gradient_axes(layout, sequence_parallel)
     return tuple(axis for axis in summed if axis not in ("tp", "tp_row"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mtcli.core.config.schema import OptimizerConfig, OptimizerName
+from mtcli.core.mesh.name_patterns import matched
 from mtcli.core.mesh.sharding import Parameter
 
 
@@ -26,10 +27,28 @@ MUON = RuleFacts("muon", ADAM[:1])
 
 
 class ParameterUpdate(NamedTuple):
-    """The rule that updates a parameter, and whether weight decay applies."""
+    """The rule that updates a parameter, whether weight decay applies, and the number of its
+    group of the config; None is none."""
 
     rule: RuleFacts
     decays: bool
+    group: int | None = None
+
+    @property
+    def together(self) -> tuple[RuleFacts, int | None]:
+        """What parameters that are updated together have in common."""
+        return self.rule, self.group
+
+    def settings(self, optimizer: OptimizerConfig) -> OptimizerConfig:
+        """The settings by which the rule updates: AdamW's beside Muon are `optimizer.other`, and a
+        group has a learning rate and weight decay of its own."""
+        settings = optimizer.of_others if self.rule.name != optimizer.name else optimizer
+        if self.group is None:
+            return settings
+        group = optimizer.group[self.group]
+        decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+        changes = {"lr": settings.lr * group.lr_scale, "weight_decay": decay}
+        return settings.model_copy(update=changes)
 
 
 def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpdate:
@@ -45,12 +64,9 @@ def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpda
         rule = MUON if is_matrix else RuleFacts("adamw", ADAM)
     else:
         rule = RuleFacts(optimizer.name, ADAM, norms=optimizer.name == "lamb")
-    return ParameterUpdate(rule, decays)
-
-
-def settings_of(rule: RuleFacts, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The settings by which a rule updates: AdamW's beside Muon are `optimizer.other`."""
-    return optimizer.of_others if rule.name != optimizer.name else optimizer
+    groups = enumerate(optimizer.group)
+    numbers = (number for number, group in groups if matched([parameter.name], group.match))
+    return ParameterUpdate(rule, decays, next(numbers, None))
 
 
 def moments_of(table: Mapping[str, Parameter], optimizer: OptimizerConfig) -> dict[str, set[str]]:

@@ -9,7 +9,7 @@ from mtcli.core.config.schema import LoraConfig, OptimizerConfig
 from mtcli.core.mesh.matrices import matrix_stacks
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Box, Parameter
-from mtcli.core.mesh.update_rules import MUON, settings_of, update_of
+from mtcli.core.mesh.update_rules import MUON, update_of
 
 TITLE = "What updates each parameter"
 COLUMNS = ("update", "lr", "decay", "parameters", "matrices of a layer")
@@ -23,16 +23,16 @@ def update_table(
     for name, parameter in run_parameters(model, lora).items():
         if not parameter.trained:
             continue
-        rule, decays = update_of(parameter, optimizer)
-        settings = settings_of(rule, optimizer)
-        decay = f"{settings.weight_decay * decays:g}"
+        update = update_of(parameter, optimizer)
+        rule, settings = update.rule, update.settings(optimizer)
+        decay = f"{settings.weight_decay * update.decays:g}"
         matrices = _matrices(parameter, optimizer.muon_split_heads) if rule == MUON else ""
         shared = names.setdefault((rule.name, f"{settings.lr:g}", decay, matrices), [])
         short = re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight")
         short = "norms" if "norm" in short else "biases" if short.endswith(".bias") else short
         if short not in shared:
             shared.append(short)
-    if len({update for update, *_ in names}) < 2:
+    if len({update for update, *_ in names}) < 2 and not optimizer.group:
         return []
     rows = [[*figures, ", ".join(shared), last] for (*figures, last), shared in names.items()]
     return sorted(rows, key=lambda row: row[0] != MUON.name)

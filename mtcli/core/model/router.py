@@ -2,7 +2,7 @@
 
 Logits may have a trained bias, `linear_bias`, as in gpt-oss. Another bias per expert, `bias`, is
 added to scores for the choice alone; weights, capacity and losses use the scores (arXiv:2408.15664,
-section 3). `expert_balance.py` updates it.
+section 3). `expert_balance.py` updates it. `router_figures.py` names what is counted of a step.
 
 Padding tokens are routed as others are, but capacity, losses and loads count real tokens alone.
 
@@ -10,6 +10,7 @@ T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float3
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.router_figures import summed_figures
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.context import in_sequence, zigzag
 from mtcli.core.parallel.expert import Routing
@@ -35,7 +37,11 @@ class Router(nn.Module):
         self.weight = build.parameter(f"{name}.weight")
         self.linear_bias = build.optional(f"{name}.linear_bias")
         self.bias = build.optional(f"{name}.bias")
-        self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
+        self.moves = self.bias is not None and not build.table[f"{name}.bias"].frozen
+        self.layer = int(name.split(".")[1])
+        size, device = model.num_experts + len(summed_figures(model)), build.groups.device
+        self.statistics = torch.zeros(size, dtype=torch.float64, device=device)
+        self.load_E = self.statistics[: model.num_experts]
         self.model, self.build = model, build
         self.choice = TopKRouting(
             model.top_k,
@@ -58,12 +64,37 @@ class Router(nn.Module):
             real_T = ~self.build.my_tokens(inputs.padding.flatten())
         kept_Tk = self._kept(scores_TE.detach(), experts, real_T, inputs)
         if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
+            if not self.choice.softmax:
+                scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            if real_T is not None:
+                scores_TE = scores_TE * real_T[:, None]
             losses = self._losses(logits_TE, scores_TE, experts, real_T, inputs)
-            x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)  # type: ignore[no-untyped-call]  # torch
-            if self.bias is not None:
-                x_TD = _Counted.apply(x_TD, experts, real_T, self.load_E)  # type: ignore[no-untyped-call]  # torch
+            total = self._weighted(losses, like=logits_TE)
+            x_TD = _WithLoss.apply(x_TD, total, inputs.aux_scale)  # type: ignore[no-untyped-call]  # torch
+            # A forward in a backward recomputes one that has counted; an array has several models.
+            if self.build.num_models == 1 and torch._C._current_graph_task_id() < 0:
+                self._count(scores_TE, experts, real_T, kept_Tk, losses)
         numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
         return x_TD, Routing(weights, numbers, kept_Tk, count)
+
+    @torch.no_grad()
+    def _count(
+        self,
+        scores_TE: Tensor,
+        experts: Tensor,
+        real_T: Tensor | None,
+        kept_Tk: Tensor | None,
+        losses: dict[str, Tensor],
+    ) -> None:
+        """Adds this micro-batch to the statistics of the step; scores of padding are 0."""
+        ones = torch.ones_like(experts) if real_T is None else real_T[:, None].expand_as(experts)
+        copies = ones.flatten().to(self.load_E.dtype)
+        self.load_E.scatter_add_(0, experts.flatten(), copies)
+        sums = {"entropy": torch.special.entr(scores_TE).sum()} | losses
+        if kept_Tk is not None:
+            sums["kept"] = kept_Tk.sum()
+        figures = [sums[name].double().view(1) for name in summed_figures(self.model)]
+        self.statistics[len(self.load_E) :] += torch.cat(figures)
 
     def capacity(self, inputs: Inputs) -> int:
         """Rows per expert and rank where all are padded to the capacity; else 0."""
@@ -130,29 +161,31 @@ class Router(nn.Module):
         experts: Tensor,
         real_T: Tensor | None,
         inputs: Inputs,
-    ) -> Tensor:
-        """This rank's part of the auxiliary losses [models], each weighted by the number of tokens
-        of its mean. `real_T` is False for padding."""
-        m, models = self.model, self.build.num_models
-        total = logits_TE.new_zeros(models)
+    ) -> dict[str, Tensor]:
+        """This rank's part of each auxiliary loss [models] that is trained, times the number of
+        tokens of its mean. `real_T` is False for padding, whose scores are 0."""
+        m, models, losses = self.model, self.build.num_models, {}
         if m.z_loss_coeff:
             squares_T = logits_TE.logsumexp(-1).square()
             if real_T is not None:
                 squares_T = squares_T * real_T
-            total = total + m.z_loss_coeff * squares_T.view(models, -1).sum(1)
+            losses["z_loss"] = squares_T.view(models, -1).sum(1)
         if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
-            if not self.choice.softmax:
-                scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-            if real_T is not None:
-                scores_TE = scores_TE * real_T[:, None]
             chosen = _chosen(scores_TE, experts, real_T)
             sequence_sums = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
                 batch = [x.view(models, -1, x.shape[1]).sum(1) for x in sequence_sums]
-                total = total + m.aux_loss_coeff * self._balance(batch[0], batch[1], "micro_batch")
+                losses["aux_loss"] = self._balance(batch[0], batch[1], "micro_batch")
             if m.sequence_aux_loss_coeff:
-                loss = self._balance(sequence_sums[0], sequence_sums[1], "sequence")
-                total = total + m.sequence_aux_loss_coeff * loss
+                of_sequences = self._balance(sequence_sums[0], sequence_sums[1], "sequence")
+                losses["sequence_aux_loss"] = of_sequences
+        return losses
+
+    def _weighted(self, losses: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The sum of the auxiliary losses, each times its coefficient: [models]."""
+        total = like.new_zeros(self.build.num_models)
+        for name, loss in losses.items():
+            total = total + getattr(self.model, f"{name}_coeff") * loss
         return total
 
     def _sequence_sums(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
@@ -196,26 +229,3 @@ class _WithLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         shape, dtype = ctx.of_loss
         return grad, grad.new_ones(shape, dtype=dtype) * ctx.scale, None
-
-
-class _Counted(torch.autograd.Function):
-    """Returns x; its backward adds this micro-batch's token copies per expert to `load_E`.
-
-    Counting in backward is exact under recompute, which runs a forward twice and its backward once.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, experts: Tensor, real_T: Tensor | None, load_E: Tensor
-    ) -> Tensor:
-        chosen = experts.flatten()
-        ones = torch.ones_like(experts) if real_T is None else real_T[:, None].expand_as(experts)
-        copies = ones.flatten().to(load_E.dtype)
-        ctx.counts_E = torch.zeros_like(load_E).scatter_add_(0, chosen, copies)
-        ctx.load_E = load_E
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.load_E.add_(ctx.counts_E)
-        return grad, None, None, None

@@ -15,7 +15,6 @@ from mtcli.core.mesh.update_rules import (
     ParameterUpdate,
     RuleFacts,
     moments_of,
-    settings_of,
     update_of,
 )
 from mtcli.core.optim.adamw import Adamw
@@ -73,24 +72,28 @@ class Optimizer:
         self.masters, self.moments = masters, moments
         # Those of the whole model: a rule may be collective.
         trained = [name for name, parameter in self.ownership.table.items() if parameter.trained]
-        rules = dict.fromkeys(self.update_of(name).rule for name in trained)
-        self.rules = list(map(self._rule, rules))
+        alike: dict[tuple[RuleFacts, int | None], dict[str, ParameterUpdate]] = {}
+        for name in trained:
+            update = self.update_of(name)
+            alike.setdefault(update.together, {})[name] = update
+        self.rules = list(map(self._rule, alike.values()))
 
     def update_of(self, name: str) -> ParameterUpdate:
-        """The rule of a parameter, and whether it decays."""
+        """The rule of a parameter, whether it decays, and its group."""
         return update_of(self.ownership.table[name], self.config)
 
-    def _rule(self, rule: RuleFacts) -> UpdateRule:
-        updates = {name: self.update_of(name) for name in self.weights}
-        names = [name for name, update in updates.items() if update.rule == rule]
+    def _rule(self, updates: Mapping[str, ParameterUpdate]) -> UpdateRule:
+        """The rule of parameters that are updated together."""
+        shared = next(iter(updates.values()))
+        rule, names = shared.rule, [name for name in self.weights if name in updates]
         by_kind = (self.weights, self.masters, *(self.moments[kind] for kind in rule.moments))
         narrow, wide, *moments = ([tensors[name] for name in names] for tensors in by_kind)
         first, second = (*moments, [], [])[:2]
         decays = [updates[name].decays for name in names]
         tensors = OptimizerTensors(wide, first, second, narrow, decays)
-        stage_names = [name for name in self.stage_names if self.update_of(name).rule == rule]
+        stage_names = [name for name in self.stage_names if name in updates]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        config = settings_of(rule, self.config)
+        config = shared.settings(self.config)
         return RULES[rule.name](names, tensors, self.ownership, config, stage_names, dtype)
 
     @property

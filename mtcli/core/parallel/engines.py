@@ -28,7 +28,7 @@ def layer_factory(
     on_grid = parallel.grid_rows > 1
     engine = GridLayers if on_grid else TensorParallelLayers
     return engine(
-        table=run_parameters(config.model, config.lora),
+        table=run_parameters(config.model, config.lora, config.train.freeze),
         groups=groups,
         dtype=dtype,
         sequence_parallel=parallel.sequence_parallel or on_grid,

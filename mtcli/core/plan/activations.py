@@ -223,11 +223,11 @@ def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
     """
     if not is_sharded(work):
         return 0.0, 0.0
-    sizes, block, run = work.sizes, block_elements(work).total, (work.model, work.lora)
+    sizes, block, run = work.sizes, block_elements(work).total, work.run
     ends = sizes.weight * sum(
         times * prod(parameter.local_shape(work.layout))
         for parameter, times in parameter_copies(run, BlockCounts(0, 0), (first, last))
-        if parameter.trained
+        if parameter.trained or parameter.frozen
     )
     return ends, ends + block * (2 * sizes.weight + sizes.gradient)
 

@@ -1,10 +1,12 @@
 """Answers `mtcli plan` with the prediction of a config, or with the best candidates of a search."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
-from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed, wrong
 from mtcli.core.config.layout_rules import LAYOUT_RULES
 from mtcli.core.config.loading import (
     Table,
@@ -18,8 +20,11 @@ from mtcli.core.config.phases import phases_of, tokens_of, with_steps_of_tokens
 from mtcli.core.config.rules import lasting_problems, refusal
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals
+from mtcli.core.config.untrusted import shown
+from mtcli.core.mesh.parameters import pattern_problems
+from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals, budget_of
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
+from mtcli.core.plan.interruptions import Assumed, read_assumed
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import (
     Rehearse,
@@ -37,6 +42,8 @@ from mtcli.core.runtime.atomic_writes import aside
 from mtcli.core.schedule.timeline import Timeline
 
 DEFAULT_TOP = 5
+MOST_TOKENS = 1e18
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
 WORTH_SAYING = 0.02  # gain in tokens/s from which another global batch is suggested
 DRAWN_MICRO_BATCHES = 2  # times pp: micro-batches in the drawing of a longer step
@@ -72,7 +79,7 @@ class PlanAnswer:
     tried: int = 0  # layouts of a search that found none to fit
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
-    phases: tuple[PhasePlan, ...] = ()  # with steps, where there are several
+    phases: tuple[PhasePlan, ...] = ()  # that have steps; none of a run without [[phase]]
 
     @property
     def fullest(self) -> Prediction:
@@ -151,6 +158,7 @@ def read_request(
     bare = source in preset_names() and gpus is not None and not own_layout
     table = _filled(table, gpus, chosen)
     config, problems = validate(table)
+    problems = problems or (pattern_problems(config) if config else [])
     pinned = frozenset(item.partition("=")[0].strip() for item in fixed)
     return PlanRequest(
         config=config,
@@ -166,23 +174,48 @@ def read_request(
 
 
 def with_run(
-    request: PlanRequest, tokens: float | None, price: float | None, goal: Goal
+    request: PlanRequest,
+    tokens: str | None,
+    price: float | None,
+    goal: Goal,
+    assume: Sequence[str] = (),
 ) -> PlanRequest:
-    """The request for a run of some tokens, by default its steps', at a price of a device
-    and hour, whose answer has the least of `goal`."""
+    """The request for a run of some tokens, by default its steps', at a price of a device and hour,
+    with changes of what is assumed, whose answer has the least of `goal`."""
     problems = list(request.problems)
     if goal != "time" and request.gpus is None:
         problems.append(
             Problem(f"--minimise {goal} searches counts of devices", "--gpus N", "--gpus")
         )
-    if request.config is None or (tokens, price) == (None, None):
-        return replace(request, problems=tuple(problems), goal=goal)
+    total, assumed = None, Assumed()
+    try:
+        total, assumed = collect_errors(
+            lambda: None if tokens is None else read_tokens(tokens),
+            lambda: read_assumed(assume, request.device.name),
+        )
+    except MtcliError as error:
+        problems += error.problems
+    request = replace(request, problems=tuple(problems), goal=goal)
+    if request.config is None or (
+        goal == "time" and not assume and (tokens, price) == (None, None)
+    ):
+        return request
     config = request.config
-    if config.phase and tokens:
-        train = config.train.model_copy(update={"tokens": round(tokens)})
+    if config.phase and total:
+        train = config.train.model_copy(update={"tokens": round(total)})
         config = with_steps_of_tokens(config.model_copy(update={"train": train}))
-    budget = RunTotals(tokens or tokens_of(config), price)
-    return replace(request, config=config, problems=tuple(problems), goal=goal, budget=budget)
+    budget = RunTotals(total or tokens_of(config), price, config.train, assumed)
+    return replace(request, config=config, budget=budget)
+
+
+def read_tokens(text: str) -> float:
+    """Parses a number of tokens, such as 300e9, 15T or 250M. Raises MtcliError for another text."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:].upper() in UNITS else (text, "")
+    with suppress(ValueError):
+        if 1.0 <= (tokens := float(number) * UNITS.get(unit.upper(), 1.0)) <= MOST_TOKENS:
+            return tokens
+    hint = f"1 to {MOST_TOKENS:g}, such as 300e9, 300B or 15T"
+    raise wrong(f"{shown(text)} is no number of tokens", hint, "--tokens")
 
 
 def _chosen_device(name: str | None, usual: str) -> tuple[Device, tuple[Problem, ...]]:
@@ -254,9 +287,9 @@ def _phases(found: PlanAnswer, rehearse: Rehearse) -> tuple[PhasePlan, ...]:
 
 
 def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
-    """The answer with the fewest GPU-hours, to which money and energy are proportional, among
-    searches of as many devices as asked for, half of them, a quarter and so on while one holds the
-    model."""
+    """The answer with the fewest GPU-hours of the whole run, to which money and energy are
+    proportional, among searches of as many devices as asked for, half of them, a quarter and so on
+    while one holds the model."""
     found = [_answer(request, top, rehearse)]
     world = request.world
     while found[-1].prediction.fits and world % 2 == 0:
@@ -266,7 +299,13 @@ def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
         except MtcliError:  # no layout divides the batch among so few
             break
     fitting = [one for one in found if one.prediction.fits] or found[:1]
-    best = min(fitting, key=lambda one: 1 / one.prediction.tokens_per_second_per_gpu)
+
+    def hours(one: PlanAnswer) -> float:
+        assert request.budget is not None, request.goal
+        budget = request.budget._replace(phases=_phases(one, rehearse))
+        return budget_of(one.prediction, budget)["gpu_hours"]["planned"] or inf
+
+    best = min(fitting, key=hours)
     counts = ", ".join(str(one.prediction.work.layout.world) for one in fitting)
     return replace(
         best, search_title=f"{best.search_title}; least {request.goal} of {counts} devices"
@@ -301,7 +340,9 @@ def _searched(config: RunConfig, request: PlanRequest, top: int, rehearse: Rehea
             config, searched, resized = other, again, f"{resized}{batch:,}"
     if searched.best:
         candidates = tuple(candidate.prediction for candidate in searched.best)
-        title = f"Best {len(candidates)} of {searched.tried:,} layouts{resized}"
+        number = len(candidates)
+        title = f"Best {number} of {searched.tried:,} layouts{resized}"
+        title += ", one of each tp, cp, pp, ep and zero" if number > 1 and searched.by_kind else ""
         title += f", {searched.too_large:,} faster ones do not fit" if searched.too_large else ""
         near = (
             *_other_batch(config, request, candidates[0]),

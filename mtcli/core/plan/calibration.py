@@ -24,7 +24,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
-from mtcli.core.runtime.private_folder import private_folder, user_cache
+from mtcli.core.runtime.private_folder import adds_to_caches, private_folder, user_cache
 
 VERSION = 9  # of the file, and of what is measured
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
@@ -125,7 +125,8 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
     except (OSError, RuntimeError, ValueError) as error:
         _say(f"this CPU could not be measured ({error}): a roofline takes its place")
         return None
-    _keep(files, {"facts": facts, **rates.as_json()})
+    if adds_to_caches():
+        _keep(files, {"facts": facts, **rates.as_json()})
     return rates
 
 
@@ -144,8 +145,9 @@ def cache_folders() -> list[Path]:
     """Folders for cached calibrations: the user's cache, and a private temporary one that lasts
     until the next boot, in case the first cannot be written."""
     folders = [folder] if (folder := user_cache()).is_absolute() else []
-    with suppress(OSError):
-        folders.append(private_folder())
+    if adds_to_caches():  # which makes the second
+        with suppress(OSError):
+            folders.append(private_folder())
     return folders
 
 

@@ -1,6 +1,6 @@
 """Counts the elements of a rank's parameters, on both grids and sharded over data ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from mtcli.core.mesh.sharding import Parameter, needs_no_copy, shards_parameters
 from mtcli.core.mesh.update_rules import RuleFacts, update_of
 from mtcli.core.plan.workload import BlockCounts, Workload
 
-Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
+Run = tuple[ModelConfig, LoraConfig, tuple[str, ...]]  # a model, and what of it is trained
 
 
 class Owner(NamedTuple):
@@ -52,8 +52,8 @@ class RankElements(NamedTuple):
     `shard` are the rows of one data rank; the first data rank has the most. `padded` is `shard` of
     the first rank times the data ranks. `copied` are those that zero=1 copies to gather them from
     their owners, a rank's and all of them, and `widest` the most of one parameter. `untrained`
-    (routers' biases) and `frozen` (the weights under adapters) are not in the other counts, have no
-    gradient and are never sharded.
+    (routers' biases, never sharded) and `frozen` are not in the other counts and have no gradient;
+    zero=3 has `frozen_shard` of the frozen.
     """
 
     attention: int = 0
@@ -64,6 +64,7 @@ class RankElements(NamedTuple):
     widest: int = 0
     untrained: int = 0
     frozen: int = 0
+    frozen_shard: int = 0
     rules: tuple[RuleElements, ...] = ()
 
     @property
@@ -88,14 +89,14 @@ def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankEle
     """The elements of the weights of a rank of pipeline rank `pp_rank`, padding included."""
     blocks = work.block_counts(work.layout.stages(pp_rank))
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements((work.model, work.lora), work.optimizer, work.layout, blocks, ends, owner)
+    return _elements(work.run, work.optimizer, work.layout, blocks, ends, owner)
 
 
 def trained_of_rank(work: Workload, pp_rank: int) -> list[tuple[int, Parameter]]:
     """(stage, parameter) of a pipeline rank's trained parameters; a tied table counts once where
     one rank has both ends."""
     stages = tuple(work.layout.stages(pp_rank))
-    return _trained((work.model, work.lora), stages, work.layers_of_stage)
+    return _trained(work.run, stages, work.layers_of_stage)
 
 
 @lru_cache(maxsize=256)
@@ -115,8 +116,8 @@ def _trained(
 
 def block_elements(work: Workload) -> RankElements:
     """The elements of a block; of a mixture's, one with experts."""
-    run = work.model, work.lora
-    return _elements(run, work.optimizer, work.layout, ONE_BLOCK, (False, False), FIRST)
+    last = ONE_BLOCK._replace(layers=(work.model.num_layers - 1,))
+    return _elements(work.run, work.optimizer, work.layout, last, (False, False), FIRST)
 
 
 def is_sharded(work: Workload) -> bool:
@@ -133,21 +134,22 @@ def _elements(
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
-    attention = experts = shard = padded = untrained = frozen = copied = widest = 0
+    attention = experts = shard = padded = untrained = copied = widest = 0
+    frozen = frozen_shard = 0
     rules: dict[RuleFacts, RuleElements] = {}
     for parameter, times in parameter_copies(run, blocks, ends):
         local = parameter.local_shape(layout)
-        if parameter.frozen:
-            frozen += times * prod(local)
-            continue
-        if not parameter.trained:
-            untrained += times * prod(local)
-            continue
         owned_by, ranks = owner.share(parameter, layout)
         rows, *columns = parameter.stored_shape(layout)
         share = -(-rows // ranks)
         first = owned_by * share
         total, owned = times * prod(local), times * max(0, min(share, rows - first)) * prod(columns)
+        if parameter.frozen:
+            frozen, frozen_shard = frozen + total, frozen_shard + owned
+            continue
+        if not parameter.trained:
+            untrained += total
+            continue
         shard += owned
         padded += times * ranks * share * prod(columns)
         if times and ranks > 1 and not needs_no_copy(rows, rows * prod(columns), ranks):
@@ -161,16 +163,20 @@ def _elements(
         else:
             attention += total
     by_rule = tuple(rules.values())
-    counts = attention, experts, shard, padded, copied, widest, untrained, frozen
+    counts = attention, experts, shard, padded, copied, widest, untrained, frozen, frozen_shard
     return RankElements(*counts, by_rule)
 
 
 def parameter_copies(
     run: Run, blocks: BlockCounts, ends: tuple[bool, bool]
-) -> Iterable[tuple[Parameter, int]]:
+) -> Iterator[tuple[Parameter, int]]:
     """Yields (parameter, number of copies) of a pipeline rank, as blocks of a kind are alike."""
-    (first, last), (model, lora) = ends, run
-    kinds = blocks if model.first_dense_layers else (blocks.mixed,)
+    (first, last), (model, lora, freeze) = ends, run
+    if freeze:  # blocks differ
+        table = stage_parameters(run_parameters(*run), blocks.layers, first, last)
+        yield from ((parameter, 1) for parameter in table)
+        return
+    kinds = blocks[:2] if model.first_dense_layers else (blocks.mixed,)
     short = {"num_layers": len(kinds), "first_dense_layers": len(kinds) - 1}
     for parameter in run_parameters(model.model_copy(update=short), lora).values():
         if parameter.layer == "first":

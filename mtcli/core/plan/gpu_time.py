@@ -172,8 +172,8 @@ def gemms_seconds(work: Workload, device: Device, shapes: list[GemmShape], copie
         work = replace(given, precision="bf16") if wide else given
         forward += copies * gemm_seconds((m, n, k), work, device, copies)
         backward += copies * gemm_seconds((m, k, n), work, device, copies)
-        if work.gemms_back > 1:
-            backward += copies * gemm_seconds((n, k, m), work, device, copies)
+        if of_weight := work.gemms_back - 1:
+            backward += of_weight * copies * gemm_seconds((n, k, m), work, device, copies)
     return Pass(forward, backward)
 
 

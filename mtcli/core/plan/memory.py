@@ -170,22 +170,23 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
 
     zero=1 shards the optimizer state by each parameter's rows over the data ranks (dp * cp, edp for
     experts), and pads gradients to equal shards. zero=3 shards all three; its weights are the
-    masters, and its gradients as wide. Untrained weights are replicated and as wide; frozen ones,
-    under adapters, as wide as weights. State of replicas' exchanges counts as the optimizer's.
+    masters, and its gradients as wide. Routers' biases are replicated and as wide; frozen weights
+    are as wide as trained ones. State of replicas' exchanges counts as the optimizer's.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
     exchange = round(exchange_of(work, pp_rank).state_bytes())
     wide = sizes.master or sizes.weight
-    untrained = elements.untrained * wide + elements.frozen * sizes.weight
+    untrained = elements.untrained * wide
     beside_masters = elements.moments(sharded=work.zero > 0) * sizes.moment + exchange
     if work.ema:
         beside_masters += (elements.shard if work.zero else elements.total) * wide
     if is_sharded(work):
-        return elements.shard * wide + untrained, elements.shard * wide, beside_masters
+        weights = (elements.shard + elements.frozen_shard) * wide + untrained
+        return weights, elements.shard * wide, beside_masters
     state = elements.shard if work.zero else elements.total
     gradients = elements.padded if work.zero == 1 else elements.total
     return (
-        elements.total * sizes.weight + untrained,
+        (elements.total + elements.frozen) * sizes.weight + untrained,
         gradients * sizes.gradient,
         state * sizes.master + beside_masters,
     )
@@ -193,7 +194,7 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
 
 def frozen_bytes(work: Workload, pp_rank: int = 0) -> int:
     """Bytes of the frozen weights under adapters, on a pipeline rank; 0 without adapters."""
-    return rank_elements(work, pp_rank).frozen * work.sizes.weight
+    return rank_elements(work, pp_rank).frozen * work.sizes.weight * (work.lora.rank > 0)
 
 
 def copied_bytes(work: Workload, pp_rank: int) -> int:

@@ -32,7 +32,7 @@ def muon_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """
     blocks = work.block_counts(work.layout.stages(pp_rank))
     layout, total = work.layout, 0.0
-    shared, run = layout.tp * layout.cp * layout.dp, (work.model, work.lora)
+    shared, run = layout.tp * layout.cp * layout.dp, work.run
     wide = "fp64" if work.precision == "fp64" else "fp32"
     work = replace(work, precision=wide if device.name == "cpu" or wide == "fp64" else "bf16")
     for of_experts, size in ((False, shared), (True, layout.etp * layout.edp)):

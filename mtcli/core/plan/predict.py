@@ -40,12 +40,16 @@ class Convention:
     attention: bool = True
 
     def token_flops(
-        self, model: ModelConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS
+        self,
+        model: ModelConfig,
+        seq_len: int,
+        lora: LoraConfig = NO_ADAPTERS,
+        freeze: tuple[str, ...] = (),
     ) -> float:
         """FLOPs of a step per token (with `again`: arXiv:2104.04473, equation 3)."""
         attended = seq_len if self.attention else 0
         again = blocks_flops(model, attended, lora, self.causal) if self.again else 0.0
-        return training_flops(model, attended, lora, self.causal) + again
+        return training_flops(model, attended, lora, self.causal, freeze) + again
 
 
 MODEL = Convention("3x forward, full attention")  # arXiv:2205.05198, appendix A
@@ -104,7 +108,9 @@ class Prediction:
     @property
     def model_flops_per_gpu(self) -> float:
         """FLOP/s per device that the model needs, by FLOP_CONVENTION."""
-        flops = training_flops(self.work.model, self.work.seq_len, self.work.lora)
+        flops = training_flops(
+            self.work.model, self.work.seq_len, self.work.lora, freeze=self.work.freeze
+        )
         return flops * self.tokens_per_second_per_gpu
 
     @property
@@ -117,8 +123,8 @@ class Prediction:
         """FLOP/s per device, by convention of counting."""
         m, seq_len = self.work.model, self.work.seq_len
         rate = self.tokens_per_second_per_gpu
-        lora = self.work.lora
-        return {c.name: c.token_flops(m, seq_len, lora) * rate for c in CONVENTIONS}
+        run = self.work.lora, self.work.freeze
+        return {c.name: c.token_flops(m, seq_len, *run) * rate for c in CONVENTIONS}
 
     @property
     def mfu(self) -> float:
@@ -185,7 +191,7 @@ def predict_workload(work: Workload, device: Device) -> Prediction:
 def recomputed_share(work: Workload) -> float:
     """FLOPs that the backward recomputes (all blocks' forwards, or attention's) over those of a
     step without."""
-    m, flops = work.model, training_flops(work.model, work.seq_len, work.lora)
+    m, flops = work.model, training_flops(work.model, work.seq_len, work.lora, freeze=work.freeze)
     if work.recompute == "full":
         return blocks_flops(m, work.seq_len, work.lora) / flops
     if work.recompute == "selective":

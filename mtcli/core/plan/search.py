@@ -5,10 +5,12 @@ real stages then decide whether they fit.
 
 A lower bound of a step's seconds, its busiest rank's work plus the pipeline's fill, is quick to
 compute. A priority queue orders layouts by a loose bound first, then by a tight one; layouts at its
-head that fit are simulated. Once the bound at the head exceeds the K-th best simulated step no
-other layout can be better, so the result is exact.
+head that fit are simulated. Once the bound at the head exceeds the best simulated step of the K-th
+kind of layout no other kind can be better, so the result is exact. A layout whose bound exceeds the
+best of its kind waits, for the case that this one's real stages do not fit.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -28,6 +30,8 @@ from mtcli.core.plan.step_time import block_costs, stage_seconds, step_costs, we
 from mtcli.core.plan.workload import Workload
 
 AxisSizes = dict[str, Any]
+Kind = tuple[int, ...]
+Bound = tuple[float, int, bool]  # seconds, number of a layout, whether the bound is tight
 
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 OTHERS = ("micro_batch_size", "schedule", "zero", "recompute")
@@ -61,6 +65,7 @@ class SearchResult:
     too_large: int
     nearest: Workload | None  # of the layouts that are too large, the one that needs least memory
     works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
+    by_kind: bool = False  # whether the candidates are the best of a kind each
 
 
 def search(
@@ -71,37 +76,95 @@ def search(
     pinned: frozenset[str] = frozenset(),
     rehearse: Rehearse = as_estimated,
 ) -> SearchResult:
-    """The `top` fastest layouts of a model on `world` devices that fit their memory.
+    """The fastest layouts of a model on `world` devices that fit their memory: one of each of the
+    `top` best kinds, or the `top` best where all are of one kind.
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") keep the config's value.
     `rehearse` gets the layouts that the search finds; while one of them then does not fit, the
     search continues for another.
     """
     works = works_of(config, world, device, pinned)
-    queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
-    heapify(queue)
-    best: list[Candidate] = []
-    large: list[Workload] = []
+    kinds = [kind_of(work) for work in works]
+    by_kind = len(set(kinds)) > 1
+    if not by_kind:
+        kinds = [(number,) for number in range(len(works))]
+    frontier = _Frontier(config, world, device, works, kinds)
     while True:
-        while queue and (len(best) < top or queue[0][0] <= best[top - 1].prediction.step_seconds):
-            _, number, tight = heappop(queue)
-            work = works[number]
-            if not tight:
-                heappush(queue, (lower_bound(work, device), number, True))
-            elif not fits(work, device):
-                large.append(work)
-            elif not problems(chosen := apply(config, work), world):
-                best.append(Candidate(chosen, predict_workload(work, device)))
-                best.sort(key=lambda candidate: candidate.prediction.step_seconds)
-        shown = [Candidate(c, p) for (c, _), p in zip(best, rehearse(best[:top]), strict=False)]
-        fitting = [candidate for candidate in shown if candidate.prediction.fits]
-        if len(fitting) == len(shown):
-            best = shown
+        leading = frontier.explore(top)
+        plans = [frontier.found[kind][0] for kind in leading]
+        best = [Candidate(c, p) for (c, _), p in zip(plans, rehearse(plans), strict=True)]
+        too_large = [k for k, one in zip(leading, best, strict=True) if not one.prediction.fits]
+        if not too_large:
             break
-        large += [one.prediction.work for one in shown if not one.prediction.fits]
-        best = fitting + best[top:]
-    nearest = smallest(large, device) if large and not best else None
-    return SearchResult(tuple(best), len(works), len(large), nearest, tuple(works))
+        for kind in too_large:
+            frontier.drop(kind)
+    nearest = smallest(frontier.large, device) if frontier.large and not best else None
+    return SearchResult(
+        tuple(best), len(works), len(frontier.large), nearest, tuple(works), by_kind
+    )
+
+
+def kind_of(work: Workload) -> Kind:
+    """What a plan shows one layout of: those of equal axes and sharding, which differ in chunks,
+    schedule, micro-batch or recomputation."""
+    layout = work.layout
+    return (layout.tp, layout.tp_rows, layout.cp, layout.pp, layout.ep, work.zero)
+
+
+class _Frontier:
+    """The layouts that a search has yet to look at, and the candidates that it has found."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: int,
+        device: Device,
+        works: Sequence[Workload],
+        kinds: Sequence[Kind],
+    ) -> None:
+        self.config, self.world, self.device = config, world, device
+        self.works, self.kinds = works, kinds
+        self.queue: list[Bound] = [(_loose_bound(w, device), n, False) for n, w in enumerate(works)]
+        heapify(self.queue)
+        self.found: dict[Kind, list[Candidate]] = {}  # of each kind, the fastest first
+        self.slower: dict[Kind, list[Bound]] = {}  # than the fastest of their kind
+        self.large: list[Workload] = []
+
+    def explore(self, top: int) -> list[Kind]:
+        """Returns the `top` best kinds, once no layout in the queue can be of them."""
+        while True:
+            leading = sorted((kind for kind in self.found if self.found[kind]), key=self.seconds)
+            full = len(leading) >= top
+            if not self.queue or (full and self.queue[0][0] > self.seconds(leading[top - 1])):
+                return leading[:top]
+            self._look(heappop(self.queue))
+
+    def seconds(self, kind: Kind) -> float:
+        """The seconds of a step of the fastest candidate of a kind."""
+        return _seconds(self.found[kind][0])
+
+    def _look(self, head: Bound) -> None:
+        bound, number, is_tight = head
+        work, kind = self.works[number], self.kinds[number]
+        if self.found.get(kind) and self.seconds(kind) <= bound:
+            self.slower.setdefault(kind, []).append(head)
+        elif not is_tight:
+            heappush(self.queue, (lower_bound(work, self.device), number, True))
+        elif not fits(work, self.device):
+            self.large.append(work)
+        elif not problems(chosen := apply(self.config, work), self.world):
+            candidate = Candidate(chosen, predict_workload(work, self.device))
+            insort(self.found.setdefault(kind, []), candidate, key=_seconds)
+
+    def drop(self, kind: Kind) -> None:
+        """Drops the fastest candidate of a kind, which does not fit after all."""
+        self.large.append(self.found[kind].pop(0).prediction.work)
+        for bound in self.slower.pop(kind, []):
+            heappush(self.queue, bound)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step_seconds
 
 
 def fewest(

@@ -14,6 +14,7 @@ from mtcli.core.config.model import SEQUENCES, ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerConfig, RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.plan.costs import Pass
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
@@ -43,10 +44,12 @@ UNEVEN_ROUNDS = 8  # of pp micro-batches, after which uneven stages have a stead
 
 
 class BlockCounts(NamedTuple):
-    """How many blocks some stages have: first ones of a mixture without experts, and the rest."""
+    """How many blocks some stages have: first ones of a mixture without experts, and the rest; and
+    which ones, where parameters of some are frozen."""
 
     dense: int
     mixed: int
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Workload:
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
     lora: LoraConfig = LoraConfig()  # the adapters that are trained in the place of weights
+    freeze: tuple[str, ...] = ()  # patterns of the weights that are not trained
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
@@ -164,10 +168,18 @@ class Workload:
         return False
 
     @property
-    def gemms_back(self) -> int:
-        """GEMMs in a linear layer's backward: of its input's gradient, and of a trained
-        weight's."""
-        return 1 if self.lora.rank else 2
+    def run(self) -> tuple[ModelConfig, LoraConfig, tuple[str, ...]]:
+        """The model, and what of it is trained."""
+        return self.model, self.lora, self.freeze
+
+    @property
+    def gemms_back(self) -> float:
+        """GEMMs in a linear layer's backward: of its input's gradient, and of a trained weight's;
+        the mean of layers of which some are frozen."""
+        if self.lora.rank or not self.freeze:
+            return 1 if self.lora.rank else 2
+        matrices = [p for p in run_parameters(*self.run).values() if p.matrices]
+        return 1 + sum(p.numel for p in matrices if p.trained) / sum(p.numel for p in matrices)
 
     @property
     def block_bytes(self) -> float:
@@ -322,13 +334,15 @@ class Workload:
 
     def block_counts(self, stages: Iterable[int]) -> BlockCounts:
         """Counts the blocks of some stages."""
+        numbers: list[int] = []
         dense = layers = 0
         for stage in stages:
             count = self.layers_of_stage[stage]
             first = sum(self.layers_of_stage[:stage])
             layers += count
+            numbers += range(first, first + count)
             dense += min(count, max(0, self.model.first_dense_layers - first))
-        return BlockCounts(dense, layers - dense)
+        return BlockCounts(dense, layers - dense, tuple(numbers) if self.freeze else ())
 
     def layers_of_rank(self, pp_rank: int) -> int:
         """Layers of all the stages of a pipeline rank."""

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
+import numpy as np
+
 from mtcli.core.parallel.pipeline import OpSpan
 from mtcli.core.profile.records import RankRecord, StepRecord
 from mtcli.core.schedule.ops import Schedule, needs
@@ -131,6 +133,28 @@ def measured_timeline(records: Sequence[RankRecord], index: int) -> Timeline:
         for op, start, end in step.spans
     )
     return Timeline(spans, len(steps))
+
+
+def on_timeline(
+    records: Sequence[RankRecord], record: RankRecord, moments: Sequence[float]
+) -> list[float]:
+    """Maps moments of a rank's profiled step, in seconds since it began, to the clock of the
+    timeline of the step of median length: a profiler stretches some ops more than others.
+
+    Between two ends of ops time goes evenly.
+    """
+    index = middle_step(records)
+    first = min(s.start for r in speakers(records) for s in r.steps[index].spans)
+    profiled, timed = _ends_of_ops(record.profiled.step), _ends_of_ops(record.steps[index])
+    since_begin = [moment - profiled[0] for moment in profiled]
+    found = np.interp(moments, since_begin, [moment - first for moment in timed])
+    return [float(moment) for moment in found]
+
+
+def _ends_of_ops(step: StepRecord) -> list[float]:
+    """The moments at which a step begins, its ops begin and end, and it ends."""
+    inner = [moment for _, *span in step.spans for moment in span]
+    return [step.phases.begin, *inner, step.phases.end]
 
 
 def measured_bubble(records: Sequence[RankRecord]) -> float:

@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 MOST_POINTS = 2000  # of a curve in a page: more than a screen has columns
 BINS = 40
+MFU = "MFU (%)"
 CURVES = {  # name: (key in metrics.jsonl, factor to the unit)
     "loss": ("loss", 1.0),
     "gradient norm": ("grad_norm", 1.0),
     "learning rate": ("lr", 1.0),
     "tokens/s": ("tokens_per_second", 1.0),
-    "MFU (%)": ("mfu", 100.0),
+    MFU: ("mfu", 100.0),
     "step time (s)": ("step_seconds", 1.0),
 }
+VALIDATION = "validation loss"  # and of each set, with its name behind it
+
+TASKS = "eval/"  # begins the name of a task's figure
 
 
 class Curve(NamedTuple):
@@ -50,7 +54,11 @@ def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
 def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
     """Curves to draw, thinned, as {curve: {steps, values}}; None where a value is not finite."""
     curves = {name: thinned(curve(rows, *source)) for name, source in CURVES.items()}
-    curves["validation loss"] = thinned(curve(rows, "valid_loss"))
+    names = sorted({key for row in rows for key in row if key.startswith("valid_loss")})
+    for key in names:
+        curves[f"{VALIDATION} {key.partition('/')[2]}".rstrip()] = thinned(curve(rows, key))
+    for key in sorted({key for row in rows for key in row if key.startswith(TASKS)}):
+        curves[key] = thinned(curve(rows, key))
     return {
         name: {
             "steps": line.steps,

@@ -103,7 +103,10 @@ class Profile:
     def model_flops(self) -> float:
         """FLOPs of a step that the model needs, with full attention."""
         c = self.config
-        return training_flops(c.model, c.batch.seq_len, c.lora) * self.tokens_per_step
+        return (
+            training_flops(c.model, c.batch.seq_len, c.lora, freeze=c.train.freeze)
+            * self.tokens_per_step
+        )
 
     @property
     def hardware_flops(self) -> float:
@@ -163,7 +166,7 @@ class Profile:
                 for r in breakdown.speakers(self.records)
             ],
             "memory_over_time": [(point.seconds, point.total) for point in fullest.profiled.memory],
-            "memory_by_kind_over_time": memory_over_time(fullest),
+            "memory_by_kind_over_time": self.memory_over_time,
             "timeline": rows_of(self.measured),
             "shares": {
                 kind: mean(row[kind] for row in self.shares_by_rank) for kind in breakdown.KINDS
@@ -190,6 +193,21 @@ class Profile:
         }
 
     @property
+    def memory_over_time(self) -> Json:
+        """Bytes of the fullest rank by kind: its state, and what a step adds, in seconds since the
+        first op of the measured timeline."""
+        record = self.fullest
+        curve = record.profiled.memory
+        moments = breakdown.on_timeline(self.records, record, [point.seconds for point in curve])
+        return {
+            "rank": record.rank,
+            "seconds": moments,
+            **{kind: [size] * len(curve) for kind, size in record.state_bytes.items()},
+            "activations": [point.activations for point in curve],
+            "temporary": [point.temporary for point in curve],
+        }
+
+    @property
     def fullest(self) -> RankRecord:
         """The rank with the most bytes of state and activations."""
         return max(self.records, key=lambda record: sum(_bytes_by_kind(record).values()))
@@ -206,19 +224,6 @@ def memory_of(record: RankRecord) -> dict[str, int]:
 def _bytes_by_kind(record: RankRecord) -> dict[str, int]:
     activations = max((point.total for point in record.profiled.memory), default=0)
     return {**record.state_bytes, "activations": activations}
-
-
-def memory_over_time(record: RankRecord) -> Json:
-    """Bytes of a rank by kind over the profiled step: its state, and what the step adds."""
-    curve = record.profiled.memory
-    state = {kind: [size] * len(curve) for kind, size in record.state_bytes.items()}
-    return {
-        "rank": record.rank,
-        "seconds": [point.seconds for point in curve],
-        **state,
-        "activations": [point.activations for point in curve],
-        "temporary": [point.temporary for point in curve],
-    }
 
 
 def rows_of(timeline: Timeline) -> list[Json]:

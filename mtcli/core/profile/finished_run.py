@@ -18,7 +18,7 @@ from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted, s
 from mtcli.core.mesh.parameters import count_parameters
 from mtcli.core.plan.tables import rank_map
 from mtcli.core.plan.workload import Workload
-from mtcli.core.profile.curves import Row, curves_of, quantiles
+from mtcli.core.profile.curves import TASKS, Row, curves_of, quantiles
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS
 
@@ -118,7 +118,8 @@ def _row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] >= 2**63:
         raise ValueError("no step")
     row = {key: math.nan if value is None else value for key, value in row.items()}
-    for name in FIGURES | (row.keys() & MORE_FIGURES):
+    named = {name for name in row if name.startswith(("valid_", TASKS))}
+    for name in FIGURES | (row.keys() & MORE_FIGURES) | named:
         if not is_number(row.get(name)):
             raise ValueError(f"no {name}")
         row[name] = float(row[name])

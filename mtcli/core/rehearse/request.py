@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-import mtcli
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import parse_json, read_untrusted
@@ -28,7 +27,7 @@ from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.workload import BlockCounts, Workload
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import cores
-from mtcli.core.runtime.private_folder import user_cache
+from mtcli.core.runtime.private_folder import adds_to_caches, user_cache
 
 Process = subprocess.Popen[str]
 SERVE = "from mtcli.core.rehearse.stages import serve; serve()"
@@ -114,6 +113,8 @@ def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:
     missing = [key for key in by_key if key not in found]
     for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):
         found[key] = _rank_bytes(answer)
+        if not adds_to_caches():
+            continue
         with suppress(OSError):  # a cache that cannot be written is done without
             _file(key).parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(_file(key)) as path:
@@ -175,6 +176,6 @@ def _process(number: int) -> Process:
 @cache
 def _code() -> str:
     """The versions of the code that allocates: torch's, and when our files were changed."""
-    files = sorted(Path(mtcli.__file__).parent.rglob("*.py"))
+    files = sorted(Path(__file__).parents[2].rglob("*.py"))
     changed = [(file.name, file.stat().st_mtime_ns) for file in files]
     return f"{version('torch')} {xxhash.xxh3_128_hexdigest(repr(changed).encode())}"

@@ -107,10 +107,13 @@ def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
 
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
     """The config with `passes` micro-batches, and a few blocks of the stages that run."""
+    batch_size = passes * work.micro_batch_size * work.layout.batch_shards
+    if work.freeze:  # no block stands for others
+        return with_batch(config, batch_size)
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
     kept_counts = []
     for stage in range(work.layout.num_stages):
-        dense, mixed = work.block_counts([stage])
+        dense, mixed, _ = work.block_counts([stage])
         if stage not in chosen:
             kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
         elif mixed:  # the middle block, which is repeated, has experts
@@ -125,7 +128,7 @@ def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int
     model = config.model.model_copy(update=sizes)
     parallel = config.parallel.model_copy(update={"stage_layers": layers})
     short = config.model_copy(update={"model": model, "parallel": parallel})
-    return with_batch(short, passes * work.micro_batch_size * work.layout.batch_shards)
+    return with_batch(short, batch_size)
 
 
 def serve() -> None:

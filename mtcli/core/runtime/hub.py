@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.not_found import HUB_NAME
+from mtcli.core.config.nameable import HUB, HUB_NAME
 from mtcli.core.config.untrusted import shown
 
-PREFIX = "hub:"
 REVISION = re.compile(r"[\w./-]{1,200}")
 # A revision has no slash, but for those that the hub makes, such as refs/convert/parquet.
 DATASET = re.compile(
-    rf"{PREFIX}(?P<repository>{HUB_NAME.pattern})"
+    rf"{HUB}(?P<repository>{HUB_NAME.pattern})"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[\w.-]+))?(?P<path>/.*)?"
 )
+CONFIGS = ("config.json", "adapter_config.json")
 SMALL = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 LARGE = ("*/*", "*.onnx*", "pytorch_model*")  # of what SMALL would match
 HINT = "a name of the hub is hub:owner/name, or hub:owner/name@revision"
@@ -35,21 +35,27 @@ class HubName(NamedTuple):
     revision: str = ""
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.repository}{'@' * bool(self.revision)}{self.revision}"
+        return f"{HUB}{self.repository}{'@' * bool(self.revision)}{self.revision}"
 
 
 def is_hub(source: str | Path) -> bool:
     """Says whether a name is one of the hub."""
-    return str(source).startswith(PREFIX)
+    return str(source).startswith(HUB)
 
 
 def parse_hub(source: str | Path) -> HubName:
     """Parses a name of the hub. Raises MtcliError where it is none."""
-    repository, at, revision = str(source).removeprefix(PREFIX).partition("@")
+    repository, at, revision = str(source).removeprefix(HUB).partition("@")
     is_name = HUB_NAME.fullmatch(repository) and ".." not in repository
     if not is_name or (at and not REVISION.fullmatch(revision)):
         raise wrong(f"{shown(str(source))} is no name of the hub", HINT)
     return HubName(repository, revision)
+
+
+def fetch_config(source: str | Path) -> Path:
+    """Fetches what says a repository's model; returns its folder in the cache, whose name is the
+    commit. Raises MtcliError where the hub does not give it."""
+    return _fetch(parse_hub(source), list(CONFIGS), [])
 
 
 def fetch_small(source: str | Path) -> Path:
@@ -60,7 +66,7 @@ def fetch_small(source: str | Path) -> Path:
 
 def pinned(source: str) -> str:
     """Returns a name of the hub with its commit, so that it means the same later."""
-    return str(parse_hub(source)._replace(revision=fetch_small(source).name))
+    return str(parse_hub(source)._replace(revision=fetch_config(source).name))
 
 
 def fetch_files(source: str | Path, folder: Path, names: list[str]) -> None:
@@ -147,9 +153,12 @@ def _explained(name: HubName) -> Iterator[None]:
         hint = "a branch, a tag or a commit, behind @"
         raise wrong(f"{name.repository} has no revision {shown(name.revision)}", hint) from None
     except errors.RepositoryNotFoundError:
-        hint = "is it private? set HF_TOKEN, or `hf auth login`"
+        hint = "is it private? set HF_TOKEN, or `hf auth login`; or name a file or folder here"
         raise wrong(f"the hub has no {name.repository}, or not for this token", hint) from None
     except Exception as error:  # no network, a refusal, an incomplete cache: many kinds of error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         message = f"the hub does not give {name}, and its cache has no copy: {reason}"
-        raise wrong(message, "check the network, HF_ENDPOINT and HF_TOKEN") from None
+        hint = "check the network, HF_ENDPOINT and HF_TOKEN; or, from where the hub is reached, "
+        folder = name.repository.partition("/")[2]
+        hint += f"`hf download {name.repository} --local-dir {folder}`, and name that folder"
+        raise wrong(message, hint) from None

@@ -180,7 +180,7 @@ def _start(
     import torch
 
     rank, world, local_rank, local_world = ranks
-    where = _device(device, local_rank)
+    where = compute_device(device, local_rank)
     if where.type == "cpu":
         torch.set_num_threads(_threads(local_world))
         set_matmul(matmul)
@@ -248,7 +248,9 @@ def let_segments_grow() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def _device(name: str, local_rank: int) -> "torch.device":
+def compute_device(name: str, local_rank: int) -> "torch.device":
+    """The device of a rank of this machine, by train.device. Raises MtcliError where there is
+    none."""
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():

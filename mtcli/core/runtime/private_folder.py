@@ -3,7 +3,28 @@
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+READ_ONLY = "MTCLI_READ_ONLY"  # set where nothing is added to a cache, and what is there is read
+
+
+def adds_to_caches() -> bool:
+    """Says whether this process may write caches: of a user, a machine or a data set."""
+    return os.environ.get(READ_ONLY) != "1"
+
+
+@contextmanager
+def adding_to_no_cache() -> Iterator[None]:
+    """Inside, caches are read and not written, by this process and those that it starts."""
+    previous = os.environ.get(READ_ONLY)
+    os.environ[READ_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[READ_ONLY]
+        os.environ.update({READ_ONLY: previous} if previous is not None else {})
 
 
 def user_cache() -> Path:

@@ -165,8 +165,9 @@ class ModelArray:
         self.losses, self.compiled = _losses(self.stage), None
         if first.train.compile:
             self.losses = compile_stage(self.stage, self.losses, first.data.document_mask)
-            if first.optimizer.name == "adamw" and groups.device.type == "cpu":
-                optimizer = first.optimizer
+            optimizer = first.optimizer
+            plain = optimizer.name == "adamw" and not optimizer.group
+            if plain and groups.device.type == "cpu":
                 decays = {name: update_of(p, optimizer).decays for name, p in self.table.items()}
                 self.compiled = CompiledAdamW(self.memory, decays)
         self.gradients = dict(self.memory.gradients.tensors)

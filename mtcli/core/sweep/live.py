@@ -38,6 +38,13 @@ from mtcli.core.training.state import (
     with_tokenizer,
 )
 from mtcli.core.training.step import Step, run_groups
+from mtcli.core.training.validation import ValidationLosses
+from mtcli.core.training.validation_sets import (
+    SetLosses,
+    ValidationSets,
+    open_validation,
+    token_bytes,
+)
 
 DIVERGED = 10.0  # times the loss of a uniform guess, ln(vocab_size), from which no run comes back
 
@@ -81,7 +88,7 @@ class LiveArray:
             SaveSchedule(self.config.train),
             traffic,
             train_step=lambda: self.array.train_step(self.loader),
-            evaluate=self._evaluate,
+            evaluate=lambda: self.valid.evaluate(self.array.evaluate),
             stops=watcher.stops,
             end=self._end,
             after=self._after,
@@ -97,8 +104,7 @@ class LiveArray:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.valid:
-            self.valid.close()
+        self.valid.close()
         self.stack.__exit__(*error)
 
     @property
@@ -119,18 +125,14 @@ class LiveArray:
         self.clock = perf_counter()
         return drive(self.live, until)
 
-    def _evaluate(self) -> list[float]:
-        assert self.valid is not None, "train.eval_every opens the validation data"
-        return self.array.evaluate(self.valid)
-
-    def _stepped(self, seat: Seat, step: Step, valid_loss: float | None) -> bool:
+    def _stepped(self, seat: Seat, step: Step, losses: SetLosses | None) -> bool:
         """Records a step of a trial; whether the trial goes on, as its loss is not too high."""
         record = self.records[_name(seat)]
         highest = DIVERGED * math.log(self.config.model.vocab_size)
         record.losses.append(step.loss)
         record.lr = step.lr
-        if valid_loss is not None:
-            record.valid_loss = valid_loss
+        if losses is not None:
+            record.valid_loss = losses.loss
         if diverged := step.loss > highest:
             message = f"step {step.step}: loss {step.loss:g} is above {highest:.1f}, "
             self._end(seat, f"{message}{DIVERGED:g} times that of a uniform guess")
@@ -189,8 +191,8 @@ class LiveArray:
         keep = [i for i in range(len(seats)) if i not in ended]
         self.live.seats = [seats[i] for i in keep]
         self.loader.compact(keep)
-        if self.valid:
-            self.valid.compact(keep)
+        for loader in self.valid.loaders.values():
+            loader.compact(keep)
         if keep:
             self.array.compact(keep)
 
@@ -204,7 +206,8 @@ class LiveArray:
         log.begin(self.runtime, member.step)
         self.stack.callback(log.close)
         saver = self.stack.enter_context(Saver(member, log, last_good, saving))
-        return Seat(member, samples, log, saver, base)
+        validation = ValidationLosses(member.config.train, start)
+        return Seat(member, samples, log, saver, base, validation)
 
     def _lock(self, configs: Sequence[RunConfig], world: Axis) -> None:
         if world.rank:
@@ -223,8 +226,8 @@ class LiveArray:
 
     def _loaders(
         self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
-    ) -> tuple[ArrayLoader, ArrayLoader | None]:
-        """Opens training data, once for each order, and validation data if train.eval_every."""
+    ) -> tuple[ArrayLoader, ValidationSets[ArrayLoader]]:
+        """Opens training data, once for each order, and validation sets if train.eval_every."""
         dropping = max(configs, key=_most_dropped)  # tokens are numbered where any model drops some
         drops = {"model": dropping.model, "lora": dropping.lora}
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}
@@ -236,14 +239,15 @@ class LiveArray:
                 numbered = config.model_copy(update=drops)
                 train[key] = open_loader(numbered, self.groups, planned=planned)
             loaders.append(train[key])
-        if not self.config.train.eval_every:
-            return ArrayLoader(loaders), None
         seeds = {config.data_seed: config for config in configs}
-        valid = {
-            seed: open_loader(config, self.groups, validation=True)
-            for seed, config in seeds.items()
+        valid = {seed: open_validation(config, self.groups) for seed, config in seeds.items()}
+        first = valid[configs[0].data_seed]
+        arrays = {
+            name: ArrayLoader([valid[config.data_seed][name] for config in configs])
+            for name in first
         }
-        return ArrayLoader(loaders), ArrayLoader([valid[config.data_seed] for config in configs])
+        of_tokens = token_bytes(self.config, first)
+        return ArrayLoader(loaders), ValidationSets(arrays, of_tokens, self.config.train.best_of)
 
 
 def _name(seat: Seat) -> str:

@@ -16,6 +16,10 @@ NAME = "sweep.png"
 SMOOTHED = 50  # means that a curve is drawn from, at most
 WIDTH, HEIGHT, COLUMNS = 5.2, 4.0, 3  # inches of a panel, and panels in a row
 MOST_TICKS = 5  # of an axis that names each value
+MOST_NAMES, NAMES_OF_COLUMN = 60, 20  # of trials in the legend, and in each column of it
+LINE = 0.16  # inches of a name
+LETTERS = 60  # of a trial's name there
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # in turn, so that curves that coincide are both there
 
 
 def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[str]) -> None:
@@ -23,7 +27,8 @@ def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[
     the `report` extra."""
     ranked = sorted((record for record in records if record.losses), key=lambda r: r.order)
     fields = [name for name in fields if len({r.trial.values.get(name) for r in records}) > 1]
-    charts = [Chart(HEIGHT, partial(_curves, ranked=ranked), "curves, the best dark")]
+    height = HEIGHT + LINE * min(len(ranked), NAMES_OF_COLUMN)
+    charts = [Chart(height, partial(_curves, ranked=ranked), "curves, the best dark")]
     for field in fields:
         draw = partial(_against, ranked=ranked, field=field, joined=len(fields) == 1)
         charts.append(Chart(HEIGHT, draw))
@@ -32,21 +37,33 @@ def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[
 
 
 def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
-    """The curves by their rank, the best one on top and named; diverged ones dashed."""
+    """The curves by their rank, the best one on top, all named; diverged ones end in a cross."""
     colors = _colors(ranked)
     for index, record in reversed(list(enumerate(ranked))):
         steps, losses = _means(record.losses)
-        label = record.name if index in (0, len(ranked) - 1) else None
-        style = "--" if record.status == "diverged" else "-"
-        width = 2.2 if index == 0 else 1.1
-        axes.plot(steps, losses, style, color=colors[record.name], lw=width, label=label)
+        look: dict[str, Any] = {"color": colors[record.name], "lw": 2.2 if index == 0 else 1.3}
+        label = record.name[:LETTERS] if index < MOST_NAMES else None
+        if record.status == "diverged":
+            label = f"{label}, diverged" if label else None
+            look |= {"marker": "x", "markevery": [-1]}
+        axes.plot(steps, losses, ls=DASHES[index % len(DASHES)], label=label, **look)
     finite = [x for record in ranked for x in record.losses if math.isfinite(x)]
     highest = max((record.losses[0] for record in ranked), default=1.0)
     if finite:  # what is above the start by more leaves the picture
         axes.set_ylim(min(finite) * 0.98, min(max(finite), 1.08 * highest) * 1.02)
     axes.set(xlabel="step", ylabel="training loss")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1])
+    columns = -(-len(labels) // NAMES_OF_COLUMN) or 1
+    more = f"the best {MOST_NAMES} of {len(ranked)}" if len(ranked) > MOST_NAMES else None
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="upper left",
+        bbox_to_anchor=(0.0, -0.14),
+        ncols=columns,
+        title=more,
+        fontsize=7,
+    )
 
 
 def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bool) -> None:
@@ -62,7 +79,10 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
     colors = _colors(ranked)
     if joined:
         axes.plot(*zip(*sorted(zip(at, scores, strict=True)), strict=True), color="0.8", lw=1)
-    axes.scatter(at, scores, c=[colors[r.name] for r in ended], s=30, zorder=2)
+    # The best ones small and on top: of those in one place each is seen around the next.
+    sizes = [24 + 70 * index / max(1, len(ended) - 1) for index in range(len(ended))]
+    look: dict[str, Any] = {"c": [colors[r.name] for r in ended[::-1]], "s": sizes[::-1]}
+    axes.scatter(at[::-1], scores[::-1], edgecolors="white", linewidths=0.6, zorder=2, **look)
     if ended:
         best = f"best: {_words(ended[0].trial.values[field])}"
         axes.plot(at[0], scores[0], "o", ms=11, mfc="none", color=colors[ended[0].name], label=best)

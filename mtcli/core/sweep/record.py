@@ -111,7 +111,7 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
     Unless `keeps_stopped`, a rule decides again on the trials that it stopped, from the same
     losses. So it does where a stopped trial's last save failed.
     """
-    rows = _saved_trials(output)
+    rows = saved_trials(output)
     records = [TrialRecord(trial) for trial in trials]
     for record in records:
         row, step = rows.get(record.name, {}), saved_step(record.trial)
@@ -135,7 +135,7 @@ def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> No
     have no trial that is not among these.
     """
     if resume:
-        rows, names = _saved_trials(output), {trial.name for trial in trials}
+        rows, names = saved_trials(output), {trial.name for trial in trials}
         gone = [name for name, row in rows.items() if row.get("steps") and name not in names]
         if gone:
             message = f"{len(gone)} of the {len(rows)} trials in {output / NAME} are not among the "
@@ -153,7 +153,7 @@ def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> No
         raise wrong(message, "--resume takes its folder; or name another", "--output")
 
 
-def _saved_trials(output: Path) -> dict[str, dict[str, Any]]:
+def saved_trials(output: Path) -> dict[str, dict[str, Any]]:
     """Reads the trials of sweep.json by name; {} where there is no such file.
 
     Raises MtcliError where it is damaged.

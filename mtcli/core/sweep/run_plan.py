@@ -12,11 +12,12 @@ from mtcli.core.data.loader import require_data
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
+from mtcli.core.runtime.progress import write_line
 from mtcli.core.sweep.rules import require_array
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
-from mtcli.core.training.run_config import with_data_steps
+from mtcli.core.training.run_config import with_data_steps, with_texts
 
 
 class SweepRequest(NamedTuple):
@@ -78,7 +79,8 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
 
     def space_of() -> SweepSpace:
         source = source_of(request.config, request.init, request.base)
-        return SweepSpace(source, with_vocabulary(source, request.overrides), request.output)
+        flags, _ = with_texts(source, request.overrides, world, write_line)
+        return SweepSpace(source, with_vocabulary(source, flags), request.output)
 
     (space,) = collect_errors(
         space_of,

@@ -5,7 +5,8 @@ each; its gradients are reduce-scattered after every micro-batch's backward (arX
 section 5.3; arXiv:2304.11277). Shards are float32 where training is in 16 bits, so they are the
 optimizer's master weights, and no second copy exists. Ranks sum a micro-batch's gradients in
 float32, or in bfloat16 where train.gradients says so; micro-batches are summed in the shards'
-dtype. Experts are sharded over edp, all else over dp * cp; untrained parameters are replicated.
+dtype. Experts are sharded over edp, all else over dp * cp, frozen weights too; routers' biases are
+replicated.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.sync.flat import flatten, unflatten
@@ -50,17 +51,19 @@ class FullyShardedDataParallel(Strategy):
     ) -> None:
         """`stages` are on the meta device, and compute in `dtype`. Ranks sum gradients in `least`,
         or in `dtype` where that is wider."""
-        _shard(stages, ownership.groups, dtype, torch.promote_types(dtype, least))
-        self.stages, self.ownership = stages, ownership
-        self.parameters = {
+        _shard(stages, ownership, dtype, torch.promote_types(dtype, least))
+        self.stages, self.ownership, self.dtype = stages, ownership, dtype
+        table = ownership.table
+        self.sharded = {
             name: cast(DTensor, parameter)
             for stage in stages.values()
-            for name, parameter in ownership.trained(stage)
+            for name, parameter in stage.named_parameters()
+            if table[name].trained or table[name].frozen
         }
-        table = ownership.table
+        self.parameters = {name: x for name, x in self.sharded.items() if table[name].trained}
         self.shards = unsharded(stages, table) | {
             name: OwnedShard(table[name], parameter.to_local().data, ownership.rows(name))
-            for name, parameter in self.parameters.items()
+            for name, parameter in self.sharded.items()
         }
         for name, (_, tensor, rows) in self.shards.items():
             assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
@@ -74,6 +77,15 @@ class FullyShardedDataParallel(Strategy):
     def weights(self) -> dict[str, Tensor]:
         """The owned rows of trained parameters: all that this rank has of them."""
         return {name: self.shards[name].tensor for name in self.parameters}
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, Tensor]:
+        """Gathers the rows of sharded parameters, in the dtype of computation. Collective."""
+        gathered = {
+            name: cast(DTensor, parameter.to(self.dtype)).full_tensor()
+            for name, parameter in self.sharded.items()
+        }
+        return super().full_weights() | gathered
 
     def gradient_buffers(self) -> list[Tensor]:
         """Lists the memory that gradients take."""
@@ -112,7 +124,7 @@ class FullyShardedDataParallel(Strategy):
 
 
 def _shard(
-    stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype, reduced: torch.dtype
+    stages: Mapping[int, nn.Module], ownership: Ownership, dtype: torch.dtype, reduced: torch.dtype
 ) -> None:
     """Shards stages that were built on the meta device and allocates them, uninitialised.
 
@@ -120,17 +132,22 @@ def _shard(
     averaged.
     """
     filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody writes to
+    groups, table = ownership.groups, ownership.table
     device = groups.device.type
     data, experts = (_mesh(groups.axes[name], device) for name in ("data", "edp"))
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for stage in stages.values():
-        untrained = {p for p in stage.parameters() if not p.requires_grad}
+        biases = {
+            parameter
+            for name, parameter in stage.named_parameters()
+            if not (table[name].trained or table[name].frozen)
+        }
         for name, module in reversed(list(stage.named_modules())):  # children before parents
             if _is_expert_array(name):
                 fully_shard(module, mesh=experts, mp_policy=policy)
             elif is_block(name):
-                fully_shard(module, mesh=data, mp_policy=policy, ignored_params=untrained)
-        fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=untrained)
+                fully_shard(module, mesh=data, mp_policy=policy, ignored_params=biases)
+        fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=biases)
         for reads_head in ("loss", "losses"):
             register_fsdp_forward_method(stage, reads_head)
         _prefetch(stage)

@@ -46,8 +46,8 @@ def strategy_for(
     config: RunConfig, stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype
 ) -> Strategy:
     """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
-    parallel, table = config.parallel, run_parameters(config.model, config.lora)
-    least = DTYPES[config.train.gradients]
+    parallel, least = config.parallel, DTYPES[config.train.gradients]
+    table = run_parameters(config.model, config.lora, config.train.freeze)
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):
         build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages

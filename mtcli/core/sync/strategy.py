@@ -31,6 +31,11 @@ class Strategy(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """The owned rows of trained parameters, which this rank's optimizer updates: views."""
 
+    def full_weights(self) -> dict[str, Tensor]:
+        """All rows of this rank's shard of every parameter, by name: the strategy's own memory
+        where it has them. Collective."""
+        return {name: shard.tensor for name, shard in self.shards.items()}
+
     def gradient_buffers(self) -> list[Tensor]:
         """Lists the memory that gradients take."""
 

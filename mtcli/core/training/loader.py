@@ -224,18 +224,15 @@ def open_loader(
     require_named(config.data)
     which: Which = "valid" if validation else "train"
     subset = None if validation else require_subset(config)
-    first, end = span.samples if span else (0, _num_samples(config, which))
-    batches = _open_batches(config, which, subset, SampleOrder(first, end, planned, read))
+    first, end = span.samples if span else (0, num_samples(config, which))
+    batches = open_batches(config, which, subset, SampleOrder(first, end, planned, read))
     loader = MicroBatchLoader(batches, config, groups, subset, span)
     loader.is_asynchronous = config.sync.asynchronous and not validation
     return loader
 
 
-def _open_batches(
-    config: RunConfig,
-    which: Which,
-    subset: Subset | None,
-    order: SampleOrder,
+def open_batches(
+    config: RunConfig, which: Which, subset: Subset | None, order: SampleOrder
 ) -> TokenBatches | EncoderBatches:
     """Opens the samples of a run as its data.format and its model's head read them."""
     samples = order.end
@@ -259,7 +256,8 @@ def _open_batches(
     return batches
 
 
-def _num_samples(config: RunConfig, which: Which) -> int:
+def num_samples(config: RunConfig, which: Which) -> int:
+    """Returns the samples of a run without phases, or of one of its evaluations."""
     steps = config.train.eval_batches if which == "valid" else config.train.steps
     return steps * config.batch.global_batch_size
 

@@ -4,19 +4,18 @@
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mtcli.core.checkpoint.run_progress import BaseRecord
 from mtcli.core.config.errors import collect_errors, failed, visible
 from mtcli.core.config.phases import phase_after, phases_of
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import RunConfig, TrainConfig
 from mtcli.core.data.loader import require_data
-from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.parallel.groups import Axis, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
@@ -32,8 +31,8 @@ from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
-from mtcli.core.training.run_log import RunLog, describe_attention
-from mtcli.core.training.save import Saver
+from mtcli.core.training.run_log import RunLog, data_header, run_header
+from mtcli.core.training.save import Saver, run_tokenizer
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
     RunState,
@@ -45,6 +44,25 @@ from mtcli.core.training.state import (
     with_tokenizer,
 )
 from mtcli.core.training.step import Step, Trainer
+from mtcli.core.training.validation import ValidationLosses
+from mtcli.core.training.validation_sets import (
+    SetLosses,
+)
+
+
+class Tasks(Protocol):
+    """Evaluation tasks on the weights of a run."""
+
+    def require(self) -> None:
+        """Raises MtcliError with all that is wrong with the tasks."""
+
+    def __call__(self, step: int) -> Mapping[str, float]:
+        """Returns the figures of the tasks that are due after a step, by their keys in its record.
+        Collective."""
+
+
+# Opens them for a run; the path is the tokenizer's folder, which its checkpoints get. Collective.
+OpenTasks = Callable[[Trainer, Path | None], Tasks]
 
 
 def train(
@@ -54,27 +72,35 @@ def train(
     resume: bool,
     anew: bool = False,
     reselect: Reselect | None = None,
+    open_tasks: OpenTasks | None = None,
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, whatever layout wrote it; `anew`
     lets a run begin again that has saved none. A new run begins at step 0, with the weights of
-    train.init where that is set. `reselect` is for data.reselect_every.
+    train.init where that is set. `reselect` is for data.reselect_every, `open_tasks` for [[eval]].
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     with _locked(config, (resume, anew), runtime.attempt, world):
         start = starting_point(config, world)
         config = with_tokenizer(config, start)
-        if start.step >= config.train.steps:
+        if reason := _finished(config.train, start):
             if world.rank == 0:
-                length = "train.tokens" if config.train.tokens else "train.steps"
-                done = f"step {start.step} of train.steps={config.train.steps} is done"
-                sys.stdout.write(
-                    visible(f"nothing to do: {done}; set more {length} to go on from {start}\n")
-                )
+                sys.stdout.write(visible(f"nothing to do: {reason}, to go on from {start}\n"))
             return True
-        return _train(config, runtime, start, stop, reselect)
+        return _train(config, runtime, start, stop, (reselect, open_tasks))
+
+
+def _finished(train: TrainConfig, start: StartingPoint) -> str:
+    """Says why a run that starts here has nothing to do, and what would let it go on; or empty."""
+    if start.step >= train.steps:
+        length = "train.tokens" if train.tokens else "train.steps"
+        return f"step {start.step} of train.steps={train.steps} is done; set more {length}"
+    losses = ValidationLosses(train, start)
+    if not losses.has_ended:
+        return ""
+    return f"finished: stopped early at step {start.step}, as {losses}; set a larger train.patience"
 
 
 @contextmanager
@@ -106,43 +132,43 @@ def _train(
     runtime: Runtime,
     start: StartingPoint,
     stop: StopSignal,
-    reselect: Reselect | None,
+    commands: tuple[Reselect | None, OpenTasks | None],
 ) -> bool:
     trainer, phases = Trainer(config, runtime), phases_of(config)
     span = phase_after(phases, start.step)
     trainer.enter(span)
     data = open_phase(span, trainer.groups, start, runtime.local_rank)
     samples, last_good, base = restore(trainer, data.train, start, runtime.local_rank)
+    reselect, open_tasks = commands
     adopt_current(data.train, config, reselect, trainer.step)
+    tasks = open_tasks(trainer, run_tokenizer(config)) if open_tasks else None
+    if tasks:
+        together(trainer.groups.world, tasks.require)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
     saves = SaveSchedule(config.train, config.data.reselect_every)
-    lines = describe_vocabulary(config) | data.train.batches.describe()
-    lines |= describe_attention(config, runtime.device)
-    log.begin(runtime, trainer.state_bytes(), str(start), lines | {"saves": str(saves)})
+    header = run_header(config, runtime.world, trainer.state_bytes(), str(start))
+    log.begin(runtime, header | data_header(config, data.train.batches, runtime.device))
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
-
-    def evaluate() -> list[float]:
-        assert data.valid is not None, "train.eval_every opens the validation data"
-        return [trainer.evaluate(data.valid)]
 
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
         if is_due(config, steps[0].step) and not stopped:
             saver.finish()
             adopt_current(data.train, config, reselect, steps[0].step)
 
-    with closing(log), closing(data), Saver(trainer, log, last_good) as saver:
-        seat = Seat(trainer, samples, log, saver, base)
+    with log, closing(data), Saver(trainer, log, last_good) as saver:
+        seat = Seat(trainer, samples, log, saver, base, ValidationLosses(config.train, start))
         live = Live(
             [seat],
             saves,
             trainer.sync_traffic,
             train_step=lambda: [train_step(data.train)],
-            evaluate=evaluate,
+            evaluate=lambda: data.valid.evaluate(lambda loader: [trainer.evaluate(loader)]),
             stops=lambda: stop.received > 0,
             end=_give_up,
             after=reselect_when_due,
+            tasks=tasks or (lambda step: {}),
             fault=lambda: f"; first {first_nonfinite(trainer, data.train)}",
         )
         log.enter(span)
@@ -154,8 +180,10 @@ def _train(
                 log.enter(later)
                 goes_on = drive(live, later.last_step)
         saver.finish()
+        if early := seat.validation.has_ended:
+            log.stopped_early(trainer.step, str(seat.validation))
     log.end()
-    return trainer.step >= config.train.steps
+    return early or trainer.step >= config.train.steps
 
 
 class Seat(NamedTuple):
@@ -166,10 +194,11 @@ class Seat(NamedTuple):
     log: RunLog | RunRecords
     saver: Saver
     base: BaseRecord | None  # the weights that its adapters are for
+    validation: ValidationLosses
 
     def save(self) -> None:
         """Begins to save the run."""
-        self.saver.save(progress(self.run, self.samples, self.base))
+        self.saver.save(progress(self.run, self.samples, self.base, self.validation.state))
 
 
 @dataclass
@@ -180,33 +209,37 @@ class Live:
     saves: SaveSchedule
     traffic: SyncTraffic
     train_step: Callable[[], Sequence[Step]]  # the next step of each run
-    evaluate: Callable[[], Sequence[float]]  # each run's mean validation loss
+    evaluate: Callable[[], Sequence[SetLosses]]  # each run's
     stops: Callable[[], bool]  # whether this rank was told to stop
     end: Callable[[Seat, str], None]  # of a run that cannot go on; raises where none goes on
     # Called after a step and its saves, with which seats go on and whether all stop.
     after: Callable[[Sequence[Step], Sequence[bool], bool], None]
+    tasks: Callable[[int], Mapping[str, float]] = (
+        lambda step: {}
+    )  # the figures of the tasks that are due after a step
     fault: Callable[[], str] = str  # where the step went wrong first
     # Whether a run goes on after a step that is recorded.
-    stepped: Callable[[Seat, Step, float | None], bool] = lambda *_: True
+    stepped: Callable[[Seat, Step, SetLosses | None], bool] = lambda *_: True
 
 
 def drive(live: Live, until: int) -> bool:
     """Trains to a step, or until no run is left; returns False, after saving, where a rank was told
-    to stop."""
+    to stop or no run improves."""
     if not live.seats:
         return True
     config, groups = live.seats[0].run.config.train, live.seats[0].run.groups
-    timer, stopped = StepTimer(groups.world), False
-    while live.seats and live.seats[0].run.step < until and not stopped:
+    timer, stopped, ended = StepTimer(groups.world), False, False
+    while live.seats and live.seats[0].run.step < until and not (stopped or ended):
         timer.begin()
         steps = live.train_step()
         timer.end(steps[0].seconds)
         number, seats = steps[0].step, live.seats
         going = [_goes_on(live, seat, step) for seat, step in zip(seats, steps, strict=True)]
         distances = [distance(seat.run.exchange) for seat in seats]
-        losses: Sequence[float | None] = [None] * len(seats)
+        losses: Sequence[SetLosses | None] = [None] * len(seats)
         if config.eval_every and number % config.eval_every == 0:
             losses = live.evaluate()
+        figures = live.tasks(number)
         times = timer.taken() if number % config.log_every == 0 else []
         due = live.saves.due_by_time(sum(seat.saver.stall_seconds for seat in seats))
         facts = live.stops(), due, live.traffic.taken(), times
@@ -214,16 +247,22 @@ def drive(live: Live, until: int) -> bool:
         for i, (seat, step) in enumerate(zip(seats, steps, strict=True)):
             if going[i]:
                 read, share = seat.run.consumed_samples, sent // len(seats)
-                seat.log.step(step, StepFacts(read, losses[i], share, distances[i], ranks))
+                seat.log.step(step, StepFacts(read, losses[i], share, distances[i], ranks, figures))
                 seat.saver.poll()
                 going[i] = live.stepped(seat, step, losses[i])
-        if stopped or due or live.saves.due_by_step(number):
-            save([seat for seat, goes in zip(seats, going, strict=True) if goes], live.saves)
+        left = [i for i, goes in enumerate(going) if goes]
+        best = [i for i in left if _is_best(seats[i], number, losses[i])]
+        ended = bool(left) and all(seats[i].validation.has_ended for i in left)
+        if stopped or due or ended or live.saves.due_by_step(number):
+            save([seats[i] for i in left], live.saves)
+        else:
+            for i in best:
+                seats[i].save()
         live.after(steps, going, stopped)
     for seat in live.seats:
         seat.run.strategy.settle()
         seat.saver.wait()
-    return not stopped
+    return not (stopped or ended)
 
 
 def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
@@ -231,6 +270,11 @@ def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
     for seat in seats:
         seat.save()
     saves.saved()
+
+
+def _is_best(seat: Seat, step: int, losses: SetLosses | None) -> bool:
+    """Adds an evaluation, if there was one, to a run's; whether its checkpoint is to be kept."""
+    return losses is not None and seat.validation.note(step, losses.loss)
 
 
 def _goes_on(live: Live, seat: Seat, step: Step) -> bool:

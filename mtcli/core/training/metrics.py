@@ -2,17 +2,22 @@
 
 import json
 import os
-from collections.abc import Callable
+import resource
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.phases import phases_of
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.untrusted import append_untrusted
+from mtcli.core.config.untrusted import append_untrusted, is_number
 from mtcli.core.mesh.parameters import training_flops
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder, write_text
 from mtcli.core.runtime.json_text import finite
@@ -22,6 +27,7 @@ from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 from mtcli.core.training.step import Step
 from mtcli.core.training.trackers import Tracker, open_trackers
+from mtcli.core.training.validation_sets import SetLosses
 
 
 class SaveRecord(NamedTuple):
@@ -38,10 +44,11 @@ class StepFacts(NamedTuple):
     """Facts that are recorded with a step, besides its result."""
 
     consumed_samples: int
-    valid_loss: float | None  # of the average of replicas, where it was asked for
+    validation: SetLosses | None  # of the average of replicas, where it was asked for
     sync_bytes: int  # that all ranks sent each other for data parallelism
     replica_distance: float | None  # root mean square, from the average; None where all are equal
     ranks: RankTimes | None = None  # in steps at which ranks exchange them
+    tasks: Mapping[str, float] = MappingProxyType({})  # figures of evaluation tasks
 
 
 class RunRecords:
@@ -56,6 +63,9 @@ class RunRecords:
         self.folder = Path(config.train.output)
         self.trackers: list[Tracker] = []
         self.behind = False  # records that could not be written
+        self.last_step = 0
+        # Of all steps in the records, as a viewer reads only their end.
+        self.totals: dict[str, float] = {"total_tokens": 0, "total_seconds": 0.0}
 
     def begin(self, runtime: Runtime, step: int) -> None:
         """Writes the config and opens the records; those after `step` move to files of their own.
@@ -65,15 +75,19 @@ class RunRecords:
         train = self.config.train
         peak = run_peak_flops(train.precision, train.matmul, runtime.device)
         self.flops_per_second = runtime.world * peak  # 0 where it is not known
+        self.device, self.last_step = runtime.device, step
         if not self.writes:
             return
         with folder_of("train.output", self.folder):
             make_folder(self.folder / CHECKPOINTS)  # now: a run that cannot save is not begun
             write_text(self.folder / "config.toml", dump_toml(self.config))
-            facts = {"world": runtime.world} | runtime.attempt.record()
+            facts = {"world": runtime.world, "host": socket.gethostname()}
+            facts |= runtime.attempt.record()
             write_text(self.folder / FACTS, json.dumps(facts) + "\n")
-            self.metrics, last = _reopened(self.folder / METRICS, step)
-            self.events, _ = _reopened(self.folder / EVENTS, step)
+            self.metrics, last, rows = _reopened(self.folder / METRICS, step)
+            self.events, _, _ = _reopened(self.folder / EVENTS, step)
+        for total, key in zip(self.totals, ("tokens", "step_seconds"), strict=True):
+            self.totals[total] = sum(row[key] for row in rows if is_number(row.get(key)))
         if last:
             aside = _aside(self.folder / METRICS)
             self.say(f"note: metrics of steps {step + 1:,} to {last:,} are kept in {aside}")
@@ -83,14 +97,19 @@ class RunRecords:
 
     def step(self, step: Step, facts: StepFacts) -> dict[str, Any]:
         """Records a step, and returns its row."""
-        row = _row(self.span.config, step, facts, self.flops_per_second)
+        self.last_step = step.step
+        self.totals["total_tokens"] += round(step.tokens)
+        self.totals["total_seconds"] += step.seconds
+        so_far = self.totals | {"memory_bytes": peak_memory(self.device)}
+        row = _row(self.span.config, step, facts, self.flops_per_second, so_far)
         if self.config.phase:
             row["phase"] = self.span.number
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))
-        if step.step % self.config.train.log_every == 0:
+        if step.step % self.config.train.log_every == 0 or facts.validation or facts.tasks:
             values = {k: v for k, v in row.items() if k not in ("step", "replica_steps")}
+            values = _by_layer(values, step.routers, self.config.model.first_dense_layers)
             for tracker in self.trackers:
                 tracker.log(values, step=step.step)
         return row
@@ -110,6 +129,10 @@ class RunRecords:
         facts = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
         self.event("save_failed", facts)
         self.say(f"warning: step {step}: {reason}; the run goes on, {good}")
+
+    def failed(self, reason: str) -> None:
+        """Records what ended the run before its last step."""
+        self.event("failed", {"step": self.last_step, "reason": reason})
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
@@ -136,9 +159,22 @@ class RunRecords:
             self.behind = True
 
 
-def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[str, Any]:
-    """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
-    flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this rank has held: of a GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _row(
+    config: RunConfig, step: Step, facts: StepFacts, peak: float, so_far: dict[str, float]
+) -> dict[str, Any]:
+    """The record of a step; `peak` are the FLOP/s of all ranks' devices, and `so_far` the figures
+    of the run up to the step."""
+    flops_per_token = training_flops(
+        config.model, config.batch.seq_len, config.lora, freeze=config.train.freeze
+    )
+    flops = flops_per_token * step.tokens
     row: dict[str, Any] = {
         "step": step.step,
         "consumed_samples": facts.consumed_samples,
@@ -152,6 +188,7 @@ def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[s
         "tokens_per_second": step.tokens / step.seconds,
         "mfu": flops / step.seconds / peak if peak else None,
         "sync_bytes": facts.sync_bytes,
+        **so_far,
     }
     if step.replica_steps:
         row["replica_steps"] = step.replica_steps
@@ -159,15 +196,30 @@ def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[s
         row |= facts.ranks.row()
     if facts.replica_distance is not None:
         row["replica_distance"] = facts.replica_distance
-    if facts.valid_loss is not None:
-        row["valid_loss"] = facts.valid_loss
+    if facts.validation is not None:
+        row |= facts.validation.row()
+    row |= facts.tasks
     if step.expert_load is not None:
         row["expert_load_max_over_mean"] = step.expert_load
-    return row
+    return row | dict(step.routers)
 
 
-def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int]:
-    """(a records file opened for appending, the last step that was moved out of it or 0).
+def _by_layer(
+    values: dict[str, Any], figures: Mapping[str, list[float]], first: int
+) -> dict[str, Any]:
+    """Splits a row's figures by layer into values of a name each, as trackers take numbers."""
+    plain = {name: value for name, value in values.items() if name not in figures}
+    split = {
+        f"{name}/{layer}": number
+        for name, numbers in figures.items()
+        for layer, number in enumerate(numbers, first)
+    }
+    return plain | split
+
+
+def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int, list[dict[str, Any]]]:
+    """(a records file opened for appending, the last step that was moved out of it or 0, the
+    records that stay).
 
     Records after `step` move to the file of `_aside`.
     """
@@ -180,7 +232,8 @@ def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int]:
             os.fsync(superseded.fileno())
     write_text(path, "".join(f"{line}\n" for line, record in records if record["step"] <= step))
     file = TextIOWrapper(append_untrusted(path), encoding="utf-8")
-    return file, max((of_step for _, of_step in later), default=0)
+    staying = [record for _, record in records if record["step"] <= step]
+    return file, max((of_step for _, of_step in later), default=0), staying
 
 
 def _aside(path: Path) -> Path:

@@ -12,12 +12,14 @@ from mtcli.core.checkpoint.run_progress import planned_samples, progress_of
 from mtcli.core.config.blend import read_blend
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.phases import PhaseSpan
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import token_files
-from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.together import together
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes, samples_read
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.state import StartingPoint
+from mtcli.core.training.validation_sets import ValidationSets, open_validation, token_bytes
 
 
 class SourceFiles(NamedTuple):
@@ -29,10 +31,10 @@ class SourceFiles(NamedTuple):
 
 @dataclass
 class PhaseLoaders:
-    """The training data of a phase, and its validation data where train.eval_every is set."""
+    """The training data of a phase, and its validation sets: none where train.eval_every is 0."""
 
     train: MicroBatchLoader
-    valid: MicroBatchLoader | None
+    valid: ValidationSets[MicroBatchLoader]
 
     def enter(self, span: PhaseSpan, samples: ConsumedSamples, local_rank: int) -> None:
         """Opens the data of the next phase, and counts its samples from here on. Collective."""
@@ -44,8 +46,9 @@ class PhaseLoaders:
         samples.enter(span, self.train.batches, hashes, read)
 
     def close(self) -> None:
-        """Ends the reader of training data."""
+        """Ends the readers."""
         self.train.close()
+        self.valid.close()
 
 
 def open_phase(
@@ -59,25 +62,31 @@ def open_phase(
     return _open(span, groups, planned, read, local_rank)
 
 
+def samples_of_sources(
+    config: RunConfig, read: Mapping[str, int], local_rank: int, world: Axis
+) -> list[int]:
+    """Returns the samples of each source of a phase that were read before it, by the tokens `read`
+    of each, which has its hash as a key; none where nothing was. Collective."""
+    if not read:
+        return []
+    prefixes, _ = read_blend(config.data.train)
+    hashes = data_hashes(SourceFiles(prefixes, token_files(prefixes)), local_rank, world)
+    return [samples_read(read.get(one.sampled, 0), config.batch.seq_len) for one in hashes]
+
+
 def _open(
     span: PhaseSpan, groups: Groups, planned: int | None, read: Mapping[str, int], local_rank: int
 ) -> PhaseLoaders:
-    config, world, positions = span.config, groups.world, list[int]()
-    if read:
-        prefixes, _ = read_blend(config.data.train)
-        sources = SourceFiles(prefixes, token_files(prefixes))
-        hashes = data_hashes(sources, local_rank, world)
-        tokens = [read.get(one.sampled, 0) for one in hashes]
-        positions = [samples_read(count, config.batch.seq_len) for count in tokens]
+    config = span.config
+    read_samples = samples_of_sources(config, read, local_rank, groups.world)
 
-    def opened() -> list[MicroBatchLoader | None]:
-        return collect_errors(
-            lambda: open_loader(config, groups, planned=planned, span=span, read=positions),
-            lambda: (
-                open_loader(config, groups, validation=True) if config.train.eval_every else None
-            ),
+    def opened() -> tuple[MicroBatchLoader, dict[str, MicroBatchLoader]]:
+        train, valid = collect_errors(
+            lambda: open_loader(config, groups, planned=planned, span=span, read=read_samples),
+            lambda: open_validation(config, groups),
         )
+        return train, valid
 
-    train, valid = together(world, opened)
-    assert train is not None
-    return PhaseLoaders(train, valid)
+    train, valid = together(groups.world, opened)
+    sets = ValidationSets(valid, token_bytes(config, valid), config.train.best_of)
+    return PhaseLoaders(train, sets)

@@ -1,16 +1,18 @@
 """Resolves a run's config as `mtcli train` does: files, flags, and what the data decides; without
 torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os.path import exists, isfile  # false for names that no file can have, where Path's raises
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.fine_tuning import is_weights, source_of, starting_tokenizer
 from mtcli.core.checkpoint.folder import CONFIG
 from mtcli.core.config.annotated import annotated
-from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.errors import MtcliError, collect_errors
 from mtcli.core.config.loading import (
     Table,
     preset_names,
@@ -24,9 +26,12 @@ from mtcli.core.config.rules import NEEDS, load_checked
 from mtcli.core.config.schema import OtherConfig, RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.epochs import with_steps
+from mtcli.core.data.indexed import with_suffix
+from mtcli.core.data.tokenized import Say, TextData, is_text, texts_of, with_prefixes
 from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import stage_layers
+from mtcli.core.mesh.parameters import pattern_problems, stage_layers
+from mtcli.core.runtime.private_folder import adds_to_caches
 
 STEPS = "train.steps"
 OF_STEPS = ("optimizer.decay_steps", "sync.warmup_steps")
@@ -38,7 +43,56 @@ def planned_config(source: str | Table, overrides: Sequence[str], world: int) ->
 
     Raises MtcliError with all problems of the config, or of data that decides.
     """
-    return with_data_steps(load_checked(source, overrides, world))
+    config = load_checked(source, overrides, world)
+    if wrong_patterns := pattern_problems(config):
+        raise MtcliError(*wrong_patterns)
+    return with_data_steps(config)
+
+
+class Tokenized(NamedTuple):
+    """Overrides that name datasets in the place of text; in a dry run without the data, and the
+    text that is yet to be tokenized."""
+
+    overrides: list[str]
+    pending: list[TextData]
+
+
+def with_texts(
+    source: str | Table,
+    overrides: list[str],
+    world: int,
+    say: Say,
+    *checks: Callable[[], object],
+) -> Tokenized:
+    """Tokenizes the text that a config's data names, once the config and further `checks` are
+    right; not where nothing may be added to caches, as in a dry run.
+
+    Raises MtcliError with all problems of the config, or of its text.
+    """
+    try:
+        config, _ = read_config(source, overrides)
+    except MtcliError:  # what reads it next says so, with all else that is wrong
+        return Tokenized(overrides, [])
+    words = chain(*config.words_by_field.values()) if config else ()
+    if config is None or config.data.format != "tokens" or not any(map(is_text, words)):
+        return Tokenized(overrides, [])
+    run = config
+    texts, *_ = collect_errors(
+        lambda: texts_of(run, starting_tokenizer(run)),
+        lambda: load_checked(source, overrides, world),
+        *checks,
+    )
+    if not adds_to_caches() and not all(text.is_ready for text in texts):
+        return Tokenized([*overrides, "data.train=[]", "data.valid=[]"], texts)
+    for text in texts:
+        text.tokenize(say)
+    named: dict[str, Any] = {
+        field: with_prefixes(words, texts) for field, words in run.words_by_field.items()
+    }
+    if run.data.tokenizer:  # such as train:8192, which nothing else can load
+        named["data.tokenizer"] = str(with_suffix(texts[0].prefix, ".tokenizer"))
+    flags = [f"{field}={json.dumps(value, ensure_ascii=False)}" for field, value in named.items()]
+    return Tokenized([*overrides, *flags], [])
 
 
 def with_data_steps(run: RunConfig) -> RunConfig:
@@ -134,7 +188,7 @@ def resolve(name: str, overrides: Sequence[str] = (), world: int | None = None) 
 
 def _inputs(config: RunConfig) -> list[str]:
     """Lists the paths on which the steps of a run's epochs depend."""
-    paths = (*config.data.train, *config.data.valid, config.data.tokenizer, config.train.init)
+    paths = (*config.data.train, *config.data.valid_words, config.data.tokenizer, config.train.init)
     return [path for path in paths if path]
 
 

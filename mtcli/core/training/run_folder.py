@@ -50,7 +50,12 @@ def last_step(path: Path) -> int:
 def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (line, record) of the lines of METRICS or EVENTS that have a step; a line that a
     killed run left unfinished is skipped."""
-    for line in read_untrusted(path).decode(errors="replace").splitlines():
+    yield from records_in(read_untrusted(path))
+
+
+def records_in(data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the lines of a part of METRICS or EVENTS, as `step_records` does of all of it."""
+    for line in data.decode(errors="replace").splitlines():
         with suppress(ValueError):
             record = parse_json(line)
             if isinstance(record, dict) and type(record.get("step")) is int:

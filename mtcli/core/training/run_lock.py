@@ -104,6 +104,18 @@ def lock_folder(
         os.close(file)
 
 
+def lock_holder(folder: Path) -> tuple[Holder | None, bool | None] | None:
+    """Returns the holder that a run folder's lock names, and whether it lives: None where that is
+    not known. Returns None where the folder is not locked. Takes no lock."""
+    path = folder / LOCK
+    if not path.exists():
+        return None
+    with suppress(OSError):  # it is no file, or another user's
+        holder = _read(path)
+        return holder, _lives(holder) if holder else None
+    return None, None
+
+
 def is_continued(folder: Path, attempt: Attempt) -> bool:
     """Whether an earlier attempt of the same launch trained the run of a folder."""
     return attempt.continues(_record(folder))

@@ -3,30 +3,33 @@
 Progress is a bar on a terminal, and elsewhere a line now and then, of names and values.
 """
 
-import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
 
-from mtcli.core.config.errors import visible
+from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.phases import PhaseSpan, phases_of, tokens_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.config.untrusted import shown
+from mtcli.core.data.loader import RunData
+from mtcli.core.data.tokenized import describe_texts
+from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.exchange.methods import METHODS
-from mtcli.core.mesh.parameters import count_adapters, count_parameters
+from mtcli.core.mesh.parameters import count_adapters, count_parameters, run_parameters
 from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
 from mtcli.core.runtime.console import print_table
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
+from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.step import Step
 from mtcli.core.training.token_inputs import packs_documents
 from mtcli.kernels.attention.backends import backend_name, sdpa_backends
@@ -62,6 +65,41 @@ def describe_attention(config: RunConfig, device: torch.device) -> dict[str, str
     return {"sdpa": ", ".join(texts)}
 
 
+def run_header(config: RunConfig, world: int, rank_bytes: int, start: str) -> dict[str, str]:
+    """Words the numbers of a run on `world` ranks, by name; rank 0 has `rank_bytes` of weights,
+    gradients and optimizer, and the weights come from `start`."""
+    tokens, phases = config.batch.tokens_per_step, phases_of(config)[1:]
+    fills = config.data.format == "tokens" and config.model.head == "lm"
+    most = "" if fills else "at most "  # what fills rows up is no token
+    return {
+        "model": _model(config),
+        "layout": f"{world} ranks: {_axes(config, world)}",
+        "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
+        "run": f"{config.train.steps:,} steps, {most}{tokens_of(config):,} tokens",
+        **{f"phase {span.number}": describe_phase(config, span) for span in phases},
+        "sync": _sync(config, world),
+        "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
+        "from": start,
+        "output": config.train.output,
+    }
+
+
+def data_header(config: RunConfig, batches: RunData, device: torch.device) -> dict[str, str]:
+    """Words what a run reads, by which kernels it attends, and when it saves, by name."""
+    saves = SaveSchedule(config.train, config.data.reselect_every)
+    lines = describe_texts(config) | describe_vocabulary(config) | batches.describe()
+    lines |= describe_attention(config, device)
+    return lines | {"saves": str(saves)}
+
+
+def print_header(config: RunConfig, header: Mapping[str, str]) -> None:
+    """Prints the numbers of a run, and the table of its optimizers where these are several."""
+    for name, text in header.items():
+        sys.stdout.write(visible(f"{name:<6} {text}\n"))
+    if updates := update_table(config.model, config.lora, config.optimizer):
+        print_table(TITLE, COLUMNS, updates)
+
+
 class RunLog:
     """Rank 0's records and messages; the same calls on other ranks print nothing."""
 
@@ -73,37 +111,15 @@ class RunLog:
         self.last_saved: Path | None = None
         self.loss_scale = 1.0  # that was last shown
 
-    def begin(
-        self, runtime: Runtime, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
-    ) -> None:
-        """Prints the run's numbers and opens the record files; `data` are lines on the data, by
-        name."""
-        world, self.device = runtime.world, runtime.device
+    def begin(self, runtime: Runtime, header: Mapping[str, str]) -> None:
+        """Prints the run's numbers, by name, and opens the record files."""
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
             return
-        config, tokens = self.config, self.config.batch.tokens_per_step
-        steps, phases = config.train.steps, phases_of(config)
-        fills = config.data.format == "tokens" and config.model.head == "lm"
-        most = "" if fills else "at most "  # what fills rows up is no token
-        rows = {
-            "model": _model(config),
-            "layout": f"{world} ranks: {_axes(config, world)}",
-            "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
-            "run": f"{steps:,} steps, {most}{tokens_of(config):,} tokens",
-            **{f"phase {span.number}": describe_phase(config, span) for span in phases[1:]},
-            "sync": _sync(config, world),
-            "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
-            "from": resumed_from,
-            "output": config.train.output,
-        }
-        for name, text in (rows | dict(data)).items():
-            sys.stdout.write(visible(f"{name:<6} {text}\n"))
-        if updates := update_table(config.model, config.lora, config.optimizer):
-            print_table(TITLE, COLUMNS, updates)
+        print_header(self.config, header)
         self.begun_at = monotonic()
         if sys.stderr.isatty():
-            total, first = config.train.steps, self.first_step
+            total, first = self.config.train.steps, self.first_step
             self.bar = tqdm(total=total, initial=first, bar_format=BAR, file=sys.stderr)
 
     def enter(self, span: PhaseSpan) -> None:
@@ -122,7 +138,7 @@ class RunLog:
             self.warn(f"step {step.step} skipped, {what}")
         is_due = step.step % self.config.train.log_every == 0
         if self.bar is None:
-            ends = step.step == self.config.train.steps or "valid_loss" in row
+            ends = step.step == self.config.train.steps or "valid_loss" in row or facts.tasks
             if ends or (is_due and monotonic() - self.line_at >= LINE_SECONDS):
                 self.line_at = monotonic()
                 self._say(f"step {step.step}/{self.config.train.steps} {self._figures(row)}")
@@ -137,6 +153,9 @@ class RunLog:
         figures = {"loss": f"{row['loss']:.4f}"}
         if "valid_loss" in row:
             figures["valid"] = f"{row['valid_loss']:.4f}"
+        named = {key: key.removeprefix("valid_loss/") for key in row if "valid_loss/" in key}
+        named |= dict(_first_figures(row))
+        figures |= {name: f"{row[key]:.4f}" for key, name in named.items()}
         figures["grad_norm"] = f"{row['grad_norm']:.4g}"
         figures["tokens/s"] = f"{row['tokens_per_second']:.0f}"
         if row["mfu"] is not None:
@@ -146,7 +165,7 @@ class RunLog:
             self.loss_scale = row["loss_scale"]
             figures["loss_scale"] = f"{self.loss_scale:g}"
         if self.bar is None:
-            figures["memory_gib"] = f"{_peak_memory(self.device) / 2**30:.2f}"
+            figures["memory_gib"] = f"{row['memory_bytes'] / 2**30:.2f}"
             done = row["step"] - self.first_step
             left = (monotonic() - self.begun_at) / done * (self.config.train.steps - row["step"])
             figures["left"] = str(timedelta(seconds=round(left)))
@@ -156,12 +175,17 @@ class RunLog:
         """Records a checkpoint, and how long training stood still for it."""
         self.last_saved = save.folder
         self.records.saved(save)
-        text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
+        text = f"saved {save.folder}: {save.bytes:,} bytes, training waited "
         self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
 
     def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
         """Records and warns of a checkpoint that was not written."""
         self.records.save_failed(step, reason, last_good)
+
+    def stopped_early(self, step: int, reason: str) -> None:
+        """Records that the run ends before its last step, as its validation loss does not fall."""
+        self.records.event("stopped_early", {"step": step, "reason": reason})
+        self._say(f"finished: stopped early at step {step}, as {reason}")
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
@@ -170,6 +194,17 @@ class RunLog:
     def _say(self, text: str) -> None:
         if self.speaks:
             write_line(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Closes the log; an error is recorded as what ended the run."""
+        if isinstance(error, MtcliError):
+            self.records.failed(error.problems[0].message)
+        elif isinstance(error, Exception):
+            self.records.failed(f"{type(error).__name__}: {error}")
+        self.close()
 
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
@@ -199,16 +234,25 @@ def describe_phase(config: RunConfig, span: PhaseSpan) -> str:
     return ", ".join([words if span.steps else "after the run's end", *given])
 
 
-def _peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank has held: of a GPU's memory, or of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _first_figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (key, name) of the first figure of each task in a step's record."""
+    tasks = set()
+    for key in (key for key in row if key.startswith("eval/")):
+        task = key.split("/")[1]
+        if task not in tasks:
+            yield key, task
+        tasks.add(task)
 
 
 def _model(config: RunConfig) -> str:
     """Words the model's size, and the adapters' where only these are trained."""
     words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
+    if freeze := config.train.freeze:
+        table = run_parameters(config.model, config.lora, freeze)
+        trained = sum(p.numel for p in table.values() if p.trained)
+        tied = next((name for name, p in table.items() if p.tied and p.frozen), "")
+        head = f"; the head is tied to {tied}, and is frozen with it" * bool(tied)
+        return f"{words}; {trained:,} are trained{head}"
     if not config.lora.rank:
         return words
     trained = count_adapters(config.model, config.lora)

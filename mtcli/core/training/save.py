@@ -20,6 +20,7 @@ from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, on_host
 from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
 from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
 from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION_JSON
+from mtcli.core.checkpoint.retention import Best
 from mtcli.core.checkpoint.run_progress import RunProgress
 from mtcli.core.checkpoint.store import save, save_together
 from mtcli.core.config.errors import Exit, MtcliError, failed
@@ -121,7 +122,9 @@ class Saver:
         except MemoryError as error:
             taken = _unheld(str(error))
         stall = perf_counter() - start
-        facts = (self.step, progress.model_dump(), stall)
+        evaluated = progress.validation.best if progress.validation else ()
+        best = Best(config.keep_best, tuple(entry.step for entry in evaluated))
+        facts = (self.step, progress.model_dump(), best, stall)
         self.pending = BackgroundWrite(lambda: self._write(taken, *facts))
         if self.waits or not config.async_save:
             self._collect()
@@ -160,7 +163,9 @@ class Saver:
         self.stall_seconds = record.stall_seconds + (perf_counter() - start) * training
         self.log.saved(record._replace(stall_seconds=self.stall_seconds))
 
-    def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
+    def _write(
+        self, taken: HostCopy, step: int, extra: dict[str, Any], best: Best, stall: float
+    ) -> SaveRecord:
         """Writes a snapshot in the thread, which shares only its arguments with training."""
         start, config, ranks = perf_counter(), self.config, self.ranks
         device_seconds = save_together(ranks, partial(_sound, taken))
@@ -172,10 +177,11 @@ class Saver:
             progress=self.note_progress,
             extra=extra,
             config_toml=dump_toml(config),
-            tokenizer=_tokenizer(config),
+            tokenizer=run_tokenizer(config),
             attached=_original_configs(config),
             keep=config.train.keep,
             keep_every=config.train.keep_every,
+            best=best,
             replicas=self.replicas,
             warn=self._warn_once,
         )
@@ -225,9 +231,9 @@ def _unheld(reason: str) -> HostCopy:
     return HostCopy([], wait)
 
 
-def _tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that made the training data, where preprocess left one, or that
-    texts are read with."""
+def run_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of a checkpoint's tokenizer, if any: the one that made the training data, where
+    preprocess left it, or that texts are read with."""
     if config.data.tokenizer or config.data.format == "conversations":
         return _own_tokenizer(config)
     prefixes = [word for word in config.data.train if tokenizer_folder(word)]

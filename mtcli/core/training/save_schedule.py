@@ -6,9 +6,7 @@ ends a step tells the others.
 
 from time import monotonic
 
-from mtcli.core.config.schema import TrainConfig
-
-SHARE = 0.01  # of a run's time, that saves by time may take at most
+from mtcli.core.config.schema import SAVING_SHARE, TrainConfig
 
 
 class SaveSchedule:
@@ -25,8 +23,8 @@ class SaveSchedule:
 
     def due_by_time(self, cost_seconds: float) -> bool:
         """Whether the last save was train.save_minutes ago, by this rank's clock; longer where
-        training stood still `cost_seconds` for it, so that saves take SHARE of the time at most."""
-        wait = max(60.0 * self.train.save_minutes, cost_seconds / SHARE)
+        training stood still `cost_seconds` for it."""
+        wait = self.train.seconds_between_saves(cost_seconds)
         return self.train.save_minutes > 0.0 and monotonic() - self.last >= wait
 
     def saved(self) -> None:
@@ -37,7 +35,10 @@ class SaveSchedule:
         train = self.train
         times = [f"every {train.save_every:,} steps"] if train.save_every else []
         if train.save_minutes:
-            rarer = f"rarer where that would take over {SHARE:.0%} of the time"
+            rarer = f"rarer where that would take over {SAVING_SHARE:.0%} of the time"
             times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
         checkpoints = f"the newest {train.keep:,}" if train.keep else "all"
+        if train.keep_best:
+            times.append(f"after an evaluation that is among the best {train.keep_best:,}")
+            checkpoints += f" and the best {train.keep_best:,}" if train.keep else ""
         return f"{', '.join([*times, 'at the end'])}; keeps {checkpoints}"

@@ -20,7 +20,13 @@ from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.checkpoint.run_progress import BaseRecord, RandomState, RunProgress, progress_of
+from mtcli.core.checkpoint.run_progress import (
+    BaseRecord,
+    RandomState,
+    RunProgress,
+    ValidationState,
+    progress_of,
+)
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.phases import PhaseSpan, phase_after, phases_of
@@ -45,7 +51,8 @@ from mtcli.core.training.loader import MicroBatchLoader
 # the optimizer's state means.
 FIXED: tuple[str, ...]
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
-FIXED += ("lora.rank", "lora.alpha", "lora.targets")
+FIXED += ("lora.rank", "lora.alpha", "lora.targets", "lora.modules_to_save")
+FIXED += ("train.freeze",)
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
 OF_PHASES: tuple[str, ...]
@@ -229,11 +236,16 @@ def _other_phases(checkpoint: Checkpoint, span: PhaseSpan) -> list[Problem]:
 
 
 def progress(
-    trainer: RunState, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
+    trainer: RunState,
+    samples: ConsumedSamples | None = None,
+    base: BaseRecord | None = None,
+    validation: ValidationState | None = None,
 ) -> RunProgress:
-    """The run's progress for a checkpoint, with its samples and its adapters' base where given."""
+    """The run's progress for a checkpoint, with its samples, its adapters' base and its validation
+    losses where given."""
     return RunProgress(
         base=base,
+        validation=validation,
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
         loss_scale=trainer.loss_scale.state(),
@@ -254,9 +266,11 @@ def shards(trainer: RunState) -> list[Shard]:
     strategy.settle()
     is_first = trainer.groups.replicas.rank == 0
     writes = is_first or exchange.weights_differ
+    omits_frozen = trainer.config.lora.rank > 0
     for name, shard in strategy.shards.items():
-        if writes and strategy.saves(name) and not shard.parameter.frozen:
-            if shard.parameter.trained:
+        frozen = shard.parameter.frozen
+        if writes and strategy.saves(name) and not (frozen and omits_frozen):
+            if shard.parameter.trained or frozen:
                 shard = shard._replace(tensor=shard.tensor.to(trainer.dtype))
             own_shards += _boxes(trainer, name, shard, exchange.weights_differ)
     for key, shard in _owned_state(trainer).items():
@@ -318,7 +332,9 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
             _load_adapters(trainer, checkpoint.adapters.own.averaged())
             require_scale(checkpoint.adapters, config.lora)
         else:
-            _fill_from_seed(trainer, _adapter_shards(trainer))
+            shards = trainer.strategy.shards
+            adapters = {name: s for name, s in shards.items() if s.parameter.of_adapter}
+            _fill_from_seed(trainer, adapters)
     trainer.optimizer.reset_masters()
     trainer.average.begin()
     trainer.exchange.begin()
@@ -338,15 +354,12 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _load_adapters(trainer: RunState, adapters: Checkpoint, from_masters: bool = False) -> None:
-    """Fills the adapters from a checkpoint's. Raises MtcliError where these do not fit."""
+    """Fills adapters and modules that are trained whole from a checkpoint's. Raises MtcliError
+    where these do not fit."""
     require_adapters(adapters, trainer.config.model, trainer.config.lora)
-    for shard in _adapter_shards(trainer).values():
-        init.load_shard(shard, trainer.groups, adapters, from_masters)
-
-
-def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
-    shards = trainer.strategy.shards
-    return {name: shard for name, shard in shards.items() if shard.parameter.of_adapter}
+    for shard in trainer.strategy.shards.values():
+        if shard.parameter.trained:
+            init.load_shard(shard, trainer.groups, adapters, from_masters)
 
 
 @torch.no_grad()

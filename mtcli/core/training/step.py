@@ -22,6 +22,7 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.router_figures import router_figures
 from mtcli.core.optim.grad_norm import clip_factor, device_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
@@ -59,6 +60,7 @@ class Step(NamedTuple):
     loss_scale: float  # of this step
     outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
+    routers: Mapping[str, list[float]] = {}  # figures by layer of experts, of steps that are logged
     labels: float = 1.0  # labels with a weight
     tokens: float = 0.0  # without padding
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
@@ -114,7 +116,8 @@ class Trainer:
         self.groups = run_groups(config, runtime)
         self.layout = self.groups.layout
         self.dtype = DTYPES[config.train.precision]
-        self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
+        table = run_parameters(config.model, config.lora, config.train.freeze)
+        self.table: Mapping[str, Parameter] = table
         self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
         self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:
@@ -186,15 +189,16 @@ class Trainer:
         loss_sum, batch = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         self._end_phase("norm")
-        sums = self._global(loss_sum, squares, self.is_asynchronous)
+        statistics_LS = self._router_statistics()
+        sums = self._global(loss_sum, squares, self.is_asynchronous, statistics_LS)
         read = start_read(sums)
         self._end_phase("agree")
         scale, clip = self.loss_scale.scale, self.config.optimizer.clip
         is_ahead = self.exchange.updates_ahead
         if is_ahead:
             lr = rate_of(self.span, self.step + 1)
-            self.exchange.update_ahead(lr, device_factor(sums[:, 0], clip, scale))
-        loss_sums, square_sums = read().tolist()
+            self.exchange.update_ahead(lr, device_factor(sums[:2], clip, scale))  # of one replica
+        loss_sums, square_sums, routers = self._on_host(read(), statistics_LS)
         norms = [math.sqrt(square) / scale for square in square_sums]
         step = conclude(self, sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms))
         expert_load = None
@@ -214,6 +218,7 @@ class Trainer:
         return step._replace(
             seconds=perf_counter() - start,
             expert_load=expert_load,
+            routers=routers,
             labels=batch.labels,
             tokens=batch.tokens,
         )
@@ -297,14 +302,36 @@ class Trainer:
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
                 labels += batch.labels
-        loss_sums: list[float] = self._global(total, 0.0)[0].tolist()
+        loss_sums: list[float] = self._global(total, 0.0).view(2, -1)[0].tolist()
         return sum(loss_sums) / labels
 
+    def _router_statistics(self) -> Tensor:
+        """This rank's part of what routers count of a step that is logged; empty in others, and
+        without experts."""
+        if not self.config.model.num_experts or (self.step + 1) % self.config.train.log_every:
+            return torch.empty(0)
+        return self.balance.statistics(self.config.model)
+
+    def _on_host(
+        self, sums: Tensor, statistics_LS: Tensor
+    ) -> tuple[list[float], list[float], dict[str, list[float]]]:
+        """(weighted losses, squares of gradients of each replica, figures of routers)."""
+        size = statistics_LS.numel()
+        of_replicas, of_routers = sums.split([len(sums) - size, size])
+        losses, squares = of_replicas.view(2, -1).tolist()
+        shaped = of_routers.view_as(statistics_LS)
+        return losses, squares, router_figures(self.config.model, shaped) if size else {}
+
     def _global(
-        self, loss_sum: Tensor | float, square_sum: Tensor | float, only_replica: bool = False
+        self,
+        loss_sum: Tensor | float,
+        square_sum: Tensor | float,
+        only_replica: bool = False,
+        statistics_LS: Tensor | None = None,
     ) -> Tensor:
-        """Sums of weighted losses and of gradients' squares, float64 [2, replicas], the same on
-        every rank; or, with `only_replica`, of this replica alone.
+        """Sums of weighted losses and of gradients' squares of each replica, then the statistics of
+        routers, if any: float64, the same on every rank; or, with `only_replica`, of this replica
+        alone.
 
         Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
@@ -314,7 +341,10 @@ class Trainer:
         sums = torch.zeros(2, replicas, dtype=torch.float64, device=self.groups.device)
         sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums[1, replica] = square_sum
-        return all_reduce(sums, axis)
+        flat = sums.flatten()
+        if statistics_LS is not None and statistics_LS.numel():
+            flat = torch.cat([flat, statistics_LS.flatten()])
+        return all_reduce(flat, axis)
 
 
 @lru_cache(maxsize=2)  # of training, and of evaluation

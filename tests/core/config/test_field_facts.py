@@ -45,9 +45,8 @@ def test_a_rule_on_one_section_is_not_of_a_field_of_that_name_in_another():
 def test_a_setting_says_which_fields_need_it():
     rules = explain("optimizer.name")[0].rules
     assert "optimizer.trust_bounds: of use with optimizer.name = 'lamb' alone" in rules
-    assert "lora.alpha, lora.dropout, lora.targets: of use with lora.rank of 1 or more alone" in (
-        explain("lora.rank")[0].rules
-    )
+    fields = "lora.alpha, lora.dropout, lora.targets, lora.modules_to_save"
+    assert f"{fields}: of use with lora.rank of 1 or more alone" in explain("lora.rank")[0].rules
     assert all(need.setting in all_fields() for need in NEEDS)
 
 

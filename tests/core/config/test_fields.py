@@ -2,10 +2,20 @@
 
 import math
 
-from pydantic import BaseModel
+import pytest
+from pydantic import BaseModel, ValidationError
 
-from mtcli.core.config.fields import FieldKind, field_kind
-from mtcli.core.config.loading import load_config, read_config, validate
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.fields import (
+    FieldKind,
+    Positive,
+    Section,
+    field_kind,
+    refused_value,
+    section_at,
+    table_header,
+)
+from mtcli.core.config.loading import load_config, read_config, validate, with_overrides
 from mtcli.core.config.schema import RunConfig
 
 
@@ -103,7 +113,7 @@ UNKNOWN = {
     "weigth_decay": "did you mean 'optimizer.weight_decay'?",
     "factor": "did you mean 'model.rope_scaling.factor'?",
     "dp": "dp is what the other axes leave of the ranks: world / (cp * tp * pp)",
-    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train, phase",
+    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train, phase, eval",
 }
 # fmt: on
 
@@ -152,3 +162,69 @@ def test_the_defaults_are_legal_values_of_their_own_fields():
     for name in ("tiny", "llama-3.1-8b", "mixtral-8x7b"):
         data = load_config(name).model_dump(mode="json", exclude_none=True)
         assert validate(data)[1] == []
+
+
+class Item(Section):
+    """A table of an array."""
+
+    name: str
+    """what it is called"""
+    every: Positive = 1
+    """how often"""
+
+
+class Holder(Section):
+    """A section with an array of tables."""
+
+    items: tuple[Item, ...] = ()
+    """an array of tables"""
+
+
+def test_an_array_of_tables_has_the_section_of_its_tables():
+    kind = field_kind(Holder.model_fields["items"])
+    assert kind.holds_tables and kind.words == "an array of tables"
+    paths = (["items"], ["items", 1], ["items", "1"], ["items", 1, "name"], ["items", "x"])
+    assert [section_at(Holder, path) for path in paths] == [Item, Item, Item, None, None]
+    assert section_at(RunConfig, ["optimizer", "betas"]) is None, "a list of numbers"
+    assert [table_header(path) for path in ("model", "model.mla", "items.0")] == [
+        "[model]",
+        "[model.mla]",
+        "[[items]]",
+    ]
+
+
+def test_every_wrong_table_of_an_array_is_named_by_its_number():
+    with pytest.raises(ValidationError) as raised:
+        Holder.model_validate({"items": [{"name": "a"}, {"name": "b", "every": 0}, 5]})
+    problems = [refused_value(Holder, detail) for detail in raised.value.errors()]
+    assert problems == [
+        Problem(
+            "0 should be at least 1",
+            "a whole number from 1 to 1000000000, such as 1",
+            "items.1.every",
+        ),
+        Problem(
+            "5 should be a table of fields",
+            "fields of its own, as [[items]] or items.2.FIELD=VALUE",
+            "items.2",
+        ),
+    ]
+    with pytest.raises(ValidationError) as raised:
+        Holder.model_validate({"items": {"name": "a"}})
+    (detail,) = raised.value.errors()
+    problem = refused_value(Holder, detail)
+    assert problem.message.endswith("should be an array of tables")
+    assert problem.hint == "a table of fields for each, as [[items]]"
+
+
+def test_an_override_reaches_into_a_table_of_an_array():
+    table = {"items": [{"name": "a", "every": 1}, {"name": "b"}]}
+    changed = with_overrides(table, ["items.1.every=7", "items.0.every=3"])
+    assert changed == {"items": [{"name": "a", "every": 3}, {"name": "b", "every": 7}]}
+    assert table == {"items": [{"name": "a", "every": 1}, {"name": "b"}]}
+    added = with_overrides(changed, ["items.2.every=4", "items.2.name=c", "more.0.every=5"])
+    assert added["items"] == [*changed["items"], {"every": 4, "name": "c"}]
+    assert added["more"] == [{"every": 5}]
+    for path in ("items.3.every", "items.name", "items.0.name.x"):
+        with pytest.raises(MtcliError, match="inside a field that holds a value"):
+            with_overrides(table, [f"{path}=1"])

@@ -24,6 +24,7 @@ def test_it_is_a_schema_and_takes_every_preset():
     "optimizer.betas=[0.9, 1.0]", "optimizer.betas=[0.9]", "parallel.zero=2", "train.compile=maybe",
     "optimizer.name=adam", "optimizer.ns_coefficients=[1, 2]", "model.mla.kv_rank=0",
     "data.train=[1]", "lora.dropout=1.0", "train.eval_every=often", "model.preset=tinny",
+    "data.valid.wiki=5", "eval=[{task='race=a'}]", "eval.task='race=a'",
 ])
 # fmt: on
 def test_it_refuses_what_loading_refuses(override):
@@ -37,6 +38,7 @@ def test_it_refuses_what_loading_refuses(override):
 @pytest.mark.parametrize("override", [
     "data.train=data/a", "data.train=['0.7', 'data/a']", "optimizer.ns_coefficients=[1, 2, 3]",
     "optimizer.other.lr=1", "model.mla.kv_rank=8", "lora.dropout=0.5", "parallel.zero=3",
+    "data.valid.wiki=data/a", "eval=[{task='race=a', every=5}]",
 ])  # fmt: skip
 def test_it_takes_what_loading_takes(override):
     from mtcli.core.config.loading import validate
@@ -61,8 +63,8 @@ def test_every_field_has_its_help():
 
 
 def resolved(node):
-    """The definition that a node refers to, by itself or as one of its alternatives."""
-    for one in (node, *node.get("anyOf", ())):
+    """The definition that a node, one of its alternatives or an array's items refer to."""
+    for one in (node, node.get("items", {}), *node.get("anyOf", ())):
         if "$ref" in one:
             return SCHEMA["$defs"][one["$ref"].rpartition("/")[2]]
     return node

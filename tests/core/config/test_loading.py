@@ -3,6 +3,7 @@
 import pytest
 
 from mtcli.core.config import rules
+from mtcli.core.config.annotated import annotated
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import (
     config_of,
@@ -12,6 +13,7 @@ from mtcli.core.config.loading import (
     validate,
     with_overrides,
 )
+from mtcli.core.config.origins import values_of
 from mtcli.core.config.synonyms import closest
 from mtcli.core.config.untrusted import parse_toml
 
@@ -166,7 +168,7 @@ def test_a_folder_without_a_config_is_no_run_folder(tmp_path):
     assert _message(str(tmp_path)) == (
         f"error: the folder {tmp_path} has no config.toml\n\n"
         "hint: a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
-        f"`mtcli preprocess {tmp_path} --output DATA --tokenizer train:8192`"
+        f"`mtcli train tiny --set data.train={tmp_path} --set data.tokenizer=train:8192`"
     )
 
 
@@ -181,7 +183,8 @@ def test_an_unknown_model_preset_is_one_problem_beside_the_others(config_file):
 def test_an_unknown_source_is_answered_with_the_closest_preset():
     assert _message("gpt2-124") == (
         "error: there is no config file or preset named 'gpt2-124'\n\n"
-        "hint: give a TOML file, a run folder, or a preset; did you mean 'gpt2-124m'?"
+        "hint: give a TOML file, a run folder, a preset's name, a Hugging Face folder, or "
+        "hub:owner/name; did you mean 'gpt2-124m'?"
     )
 
 
@@ -328,7 +331,7 @@ def test_phases_are_overridden_by_number_written_and_read_again():
     assert (shorter.train.steps, shorter.train.tokens) == (20, 0)
     for path, problem in (
         ("phase.3.from_tokens=1", "it is inside a field that holds a value"),
-        ("phase.1.batch.seq=8", "unknown key 'seq' in [phase.1.batch]"),
+        ("phase.1.batch.seq=8", "unknown key 'seq' in [phase.batch]"),
     ):
         with pytest.raises(MtcliError) as error:
             load_config(config_table(run), [path])
@@ -345,3 +348,32 @@ def test_a_length_is_set_once():
     (problem,) = error.value.problems
     assert problem.message == "tokens=8192 are 2 steps, and train.steps=3"
     assert load_config("tiny", ["train.tokens=8193"]).train.steps == 3
+
+
+def test_an_array_of_tables_is_written_shown_and_read_back(tmp_path):
+    tables = [{"task": "lambada=a", "every": 5}, {"task": "race=b", "every": 7, "limit": 3}]
+    config = config_of({"model": {"preset": "tiny"}, "eval": tables})
+    assert [table.limit for table in config.eval] == [0, 3]
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    assert load_config(str(tmp_path / "run.toml")) == config
+    changed = load_config(str(tmp_path / "run.toml"), ["eval.0.limit=9"])
+    assert [table.limit for table in changed.eval] == [9, 3]
+    comments = {field: "here" for field, _ in values_of(config)}
+    text = annotated(config, comments)
+    (tmp_path / "shown.toml").write_text(text)
+    assert load_config(str(tmp_path / "shown.toml")) == config
+    assert text.count(f"{'[[eval]]':<36}  # here\n") == 2
+    assert dict(values_of(config))["eval"][1] == {"task": "race=b", "every": 7, "limit": 3}
+
+
+def test_the_faults_of_an_array_of_tables_are_told_by_number(tmp_path):
+    tables = [{"task": "lambada=a"}, {"task": 5, "every": 0, "limits": 1}]
+    with pytest.raises(MtcliError) as raised:
+        config_of({"model": {"preset": "tiny"}, "eval": tables})
+    told = {problem.field: (problem.message, problem.hint) for problem in raised.value.problems}
+    assert told["eval.0.every"] == ("this field is missing", "add every to [[eval]]")
+    assert told["eval.1.task"] == ("5 should be text", "text in quotes")
+    assert told["eval.1.every"][0] == "0 should be at least 1"
+    message, hint = told["eval.1.limits"]
+    assert message == "unknown key 'limits' in [[eval]]" and hint == "did you mean 'limit'?"
+    assert len(told) == 4

@@ -49,6 +49,13 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
         "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
         "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6"),
+    "validation_sets_have_names": (
+        ["data.valid.a/b=x"], 1, "data.valid", "a validation set is called 'a/b'",
+        "letters, digits, - and _, such as wiki"),
+    "validation_is_computed": (
+        ["train.keep_best=1", 'data.train=["a"]'], 1, "train.keep_best",
+        "keep_best=1 with eval_every=0: there is no validation loss",
+        "train.eval_every of 1 or more, or keep_best = 0"),
     "subsets_are_of_sequences": (
         ["data.reselect_every=10"], 1, "data.reselect_every",
         "reselect_every=10 with no data.subset, which says how many to choose",
@@ -245,6 +252,20 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "one bit updates all parameters alike": (
+        ["sync.method=onebit", "sync.replicas=2", "optimizer.name=lamb",
+         "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
+        "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
+        "leave the groups out, or sync.method = 'all_reduce'"),
+    "a tied head is no module of its own": (
+        ["lora.rank=4", "lora.modules_to_save=['lm_head']", "model.tie_embeddings=true"], 1,
+        "lora.modules_to_save",
+        "there is no module 'lm_head' to train whole in this model",
+        "known: wte; its head is the embedding"),
+    "adapters freeze all weights": (
+        ["lora.rank=4", "train.freeze=['embedding']"], 1, "train.freeze",
+        "freeze=['embedding'] with lora.rank=4, which freezes all weights",
+        "leave train.freeze out, or lora.rank = 0"),
     "an encoder's tokens see all others": (
         ["model.architecture=bert", "model.causal=true"], 1, "model.causal",
         "head='mlm' with causal=true: a token would not see those after it",
@@ -401,6 +422,21 @@ ALSO = {  # further branches of the same rules
     "a split that leaves nothing to evaluate": (
         ["data.split=9,0,1", 'data.train=["a"]', "train.eval_every=5"], 1, "data.split",
         "split '9,0,1' gives valid a share of 0", "a share above 0, as in '969,30,1'"),
+    "a validation set that there is not": (
+        ["data.valid.wiki=x", "data.valid.code=y", "train.best_of=wki"], 1, "train.best_of",
+        "best_of='wki' is no set of data.valid", "'wiki' or 'code'"),
+    "the best of one validation set": (
+        ["data.valid=x", "train.best_of=wiki"], 1, "train.best_of",
+        "best_of='wiki', and data.valid is no table of names",
+        'data.valid = {wiki = "data/wiki", code = "data/code"}, or leave best_of out'),
+    "a validation set without data": (
+        ["data.valid.wiki=[]"], 1, "data.valid.wiki", "no data paths",
+        'give prefixes, or weights and prefixes: ["0.7", "a"]'),
+    "no validation loss to end by": (
+        ["train.patience=2", "data.split=1,0,0", 'data.train=["a"]'], 1, "train.patience",
+        "patience=2 with eval_every=0 and no data.valid: there is no validation loss",
+        "train.eval_every of 1 or more and data.valid, or a valid part of data.split, or patience "
+        "= 0"),
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),

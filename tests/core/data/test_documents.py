@@ -294,7 +294,7 @@ def test_stdlib_is_source_without_tests():
         (
             lambda p: [(p / name).touch() for name in ("a.md", "b.csv", "c.csv", "d.csv.gz", "e")],
             "",
-            r"no file to read, and 5 others: 2 .csv, 1 .csv.gz, 1 .md, 1 without an ending\n"
+            r"no file to read, but others: 2 .csv, 1 .csv.gz, 1 .md, 1 without an ending\n"
             r"\nhint: files end in .* or --format text\|jsonl\|csv\|tsv\|parquet; "
             r"a folder's .csv, .md, .tsv files are read where they or a --format are named",
         ),

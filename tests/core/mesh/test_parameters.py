@@ -91,10 +91,13 @@ def test_forward_flops_are_a_third_of_narayanan_s_without_recompute(name):
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.mark.parametrize("targets", [ALL, ["q_proj", "v_proj", "down_proj"]], ids=len)
-def test_training_adapters_takes_the_operations_that_torch_counts_of_peft(targets):
-    """All but what nothing needs: gradients of the first block's inputs, and of its keys where no
-    adapter is behind them."""
+@pytest.mark.parametrize(
+    ("targets", "whole"),
+    [(ALL, []), (["q_proj", "v_proj", "down_proj"], []), (ALL, ["embed_tokens", "lm_head"])],
+)
+def test_training_adapters_takes_the_operations_that_torch_counts_of_peft(targets, whole):
+    """All but what nothing needs: gradients of the first block's inputs unless the embedding is
+    trained whole, and of its keys where no adapter is behind them."""
     m, s, rank = run_config(LLAMA).model, 16, 4
     theirs = LlamaForCausalLM(
         LlamaConfig(
@@ -107,15 +110,17 @@ def test_training_adapters_takes_the_operations_that_torch_counts_of_peft(target
             attn_implementation="eager",
         )
     )
-    theirs = get_peft_model(theirs, PeftConfig(r=rank, target_modules=targets))
+    theirs = get_peft_model(
+        theirs, PeftConfig(r=rank, target_modules=targets, modules_to_save=whole)
+    )
     with FlopCounterMode(display=False) as counter:
         ids = torch.arange(s)[None]
         theirs(ids, labels=ids).loss.backward()
     fused = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     adapters = sum(name in targets for name in ("q_proj", "k_proj", "v_proj"))
-    unneeded = 2 * s * m.hidden_size * (fused + rank * adapters)
+    unneeded = 2 * s * m.hidden_size * (fused + rank * adapters) * (not whole)
     unneeded += 2 * s * s * m.hidden_size * ("k_proj" not in targets)
-    lora = LoraConfig(rank=rank, targets=targets)
+    lora = LoraConfig(rank=rank, targets=targets, modules_to_save=whole)
     assert s * training_flops(m, s, lora) - unneeded == counter.get_total_flops()
     assert 3 * forward_flops(m, s) == training_flops(m, s, LoraConfig())
 

@@ -10,7 +10,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.activations import MARGIN
 from mtcli.core.plan.answer import read_request
 from mtcli.core.plan.hardware import GPUS
-from mtcli.core.plan.memory import memory
+from mtcli.core.plan.memory import fits, memory
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.search import (
     _with,
@@ -32,7 +32,8 @@ from mtcli.core.plan.tables import (
 )
 from mtcli.core.plan.workload import Workload
 
-SMALL = load_config("gpt2-1.5b", ["batch.global_batch_size=64", "train.precision=bf16"])
+GIVEN = ["batch.global_batch_size=64", "train.precision=bf16"]
+SMALL = load_config("gpt2-1.5b", GIVEN)
 # Fewer micro-batches than ranks: here the bound is loose, and its order is not that of the steps.
 FEW = load_config("gpt2-1.5b", ["batch.global_batch_size=4", "model.num_layers=24"])
 MIXTURE = load_config("mixtral-8x7b", ["batch.global_batch_size=8", "batch.seq_len=1024"])
@@ -54,14 +55,25 @@ def test_the_search_finds_what_trying_everything_finds(config, device):
     gpu = GPUS[device]
     works = [w for w in every_work(config, 8, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
     legal = [w for w in works if not problems(apply(config, w), 8)]
-    seconds = sorted(predict_workload(w, gpu).step_seconds for w in legal)
-    found = search(config, 8, gpu, 3)
-    assert [c.prediction.step_seconds for c in found.best] == pytest.approx(seconds[:3], rel=1e-9)
+    steps = [(predict_workload(work, gpu).step_seconds, _axes(work)) for work in legal]
+    fastest = {axes: seconds for seconds, axes in sorted(steps, reverse=True)}  # of each kind
+    found = search(config, 8, gpu, 6)
+    assert [c.prediction.step_seconds for c in found.best] == pytest.approx(
+        sorted(fastest.values())[:6], rel=1e-9
+    )
+    kinds = {_axes(c.prediction.work) for c in found.best}
+    assert len(kinds) == len(found.best) == min(6, len(fastest)) and len(fastest) < len(legal)
     assert (len(works) < found.tried) == (config is SHALLOW), "of which some do not fit"
     for candidate in found.best:
         assert problems(candidate.config, 8) == [] and candidate.prediction.fits
         again = predict_workload(Workload.of(candidate.config, 8), gpu)
         assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
+
+
+def _axes(work):
+    """The axes and sharding by which the layouts that a plan shows differ."""
+    p = work.layout
+    return p.tp, p.tp_rows, p.cp, p.pp, p.ep, work.zero
 
 
 @pytest.mark.parametrize(("config", "world"), [(SMALL, 48), (MIXTURE, 8)], ids=["dense", "experts"])
@@ -137,13 +149,10 @@ def test_uneven_stages_are_searched_and_written_out():
 def test_tp_ranks_that_cannot_share_a_micro_batch_s_tokens_see_all_of_them():
     fields = ["batch.seq_len=125", "batch.global_batch_size=4", "model.num_heads=20"]
     config = load_config("gpt2-1.5b", [*fields, "model.num_kv_heads=20", "model.head_dim=80"])
-    found = search(config, 20, GPUS["h200"], 200)
-    shared = {
-        (c.config.parallel.tp, c.config.batch.micro_batch_size): c.config.parallel.sequence_parallel
-        for c in found.best
-    }
+    works = [w for w in works_of(config, 20, GPUS["h200"], frozenset()) if w.tp_mode == "1d"]
+    shared = {(w.layout.tp, w.micro_batch_size): w.sequence_parallel for w in works}
     assert shared[5, 1] and not shared[4, 1] and shared[4, 4]
-    assert all(problems(c.config, 20) == [] for c in found.best)
+    assert all(problems(apply(config, work), 20) == [] for work in works)
 
 
 def test_what_is_too_large_is_counted_and_the_nearest_named():
@@ -318,6 +327,30 @@ def test_a_layout_that_its_real_stages_do_not_fit_makes_room_for_the_next():
     found = search(SMALL, 8, GPUS["h100"], 2, rehearse=rehearse)
     assert [candidate.prediction.work for candidate in found.best] == others
     assert found.too_large == estimated.too_large + 1
+
+
+def test_a_kind_whose_best_layout_does_not_fit_has_the_next_of_its_layouts():
+    kind = _axes(search(SMALL, 8, GPUS["h100"], 1).best[0].prediction.work)
+    works = [work for work in works_of(SMALL, 8, GPUS["h100"], frozenset()) if _axes(work) == kind]
+    steps = [(predict_workload(work, GPUS["h100"]).step_seconds, work) for work in works]
+    ordered = [
+        work for _, work in sorted(steps, key=lambda one: one[0]) if fits(work, GPUS["h100"])
+    ]
+    rehearse = _rehearsed(lambda work: 10 if work in ordered[:-1] else 1)
+    found = search(SMALL, 8, GPUS["h100"], 6, rehearse=rehearse)
+    shown = [one.prediction.work for one in found.best if _axes(one.prediction.work) == kind]
+    assert len(ordered) > 2 and shown == ordered[-1:]
+
+
+def test_the_layouts_of_one_kind_are_shown_where_there_is_no_other():
+    pins = ("tp=1", "cp=1", "pp=2", "ep=1", "zero=1", "tp_mode=1d")
+    config = load_config("gpt2-1.5b", [*(f"parallel.{pin}" for pin in pins), *GIVEN])
+    pinned = frozenset(f"parallel.{pin.partition('=')[0]}" for pin in pins)
+    found = search(config, 8, GPUS["h100"], 5, pinned).best
+    works = works_of(config, 8, GPUS["h100"], pinned)
+    assert len({_axes(work) for work in works}) == 1 < len(works)
+    steps = [predict_workload(w, GPUS["h100"]).step_seconds for w in works if fits(w, GPUS["h100"])]
+    assert [one.prediction.step_seconds for one in found] == pytest.approx(sorted(steps)[:5])
 
 
 @pytest.mark.parametrize(("over", "is_tried"), [(0.9 * MARGIN, True), (1.1 * MARGIN, False)])

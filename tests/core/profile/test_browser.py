@@ -8,10 +8,14 @@ import shutil
 import pytest
 from handmade import ROWS, config_table
 from marks import slow
+from run_folders import write_run
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.profile.finished_run import FinishedRun, summary_of
 from mtcli.core.profile.render.html import write_profile_page, write_run_page
+from mtcli.core.runs.loss_charts import Look
+from mtcli.core.runs.loss_curves import read_curves
+from mtcli.core.runs.run_pictures import write_losses_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (mtcli[test])")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -100,5 +104,21 @@ def test_a_run_is_drawn_on_a_dark_and_narrow_screen(browser, tmp_path):
     page.emulate_media(media="print")
     assert page.evaluate(ink) == "rgb(0, 0, 0)"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert complaints == []
+    page.close()
+
+
+@slow("a third page in Chromium, of some seconds")
+def test_the_losses_of_two_runs_are_seen_in_full_over_tokens_and_time(browser, tmp_path):
+    folders = [write_run(tmp_path / name, 20, valid_every=5) for name in "ab"]
+    path, axes = tmp_path / "losses.html", ["tokens", "time"]
+    write_losses_page(str(path), read_curves(folders), axes, Look(["a", "b"]), {})
+    page, complaints = opened(browser, path, viewport={"width": 1200, "height": 700})
+    for axis in axes:
+        box = page.locator(f"#chart-loss-{axis} svg").bounding_box()
+        assert box["width"] > 1000 and box["height"] > 300
+        frame = f"document.getElementById('chart-loss-{axis}')"
+        assert page.evaluate(f"{frame}.scrollHeight - {frame}.clientHeight") == 0, "it is cut off"
+        assert "b" in page.locator(f"#chart-loss-{axis} text").all_text_contents()
     assert complaints == []
     page.close()

@@ -32,7 +32,10 @@ def test_the_gantt_has_planned_over_measured_for_each_rank(profile):
     assert "B0.1, rank 1 measured\n2.25000 to 4.25000 s: 2,000.000 ms" in [
         tip for _, tip, *_ in drawn
     ]
-    assert [text.get_text() for text in axes.texts].count("B0.1") == 2  # its name inside
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("B0.1") == 2  # its name inside
+    # Of 9 planned seconds a rank is busy in 6, of 9.5 measured ones too.
+    assert texts[-4:] == ["idle 33%", "idle 37%"] * 2
 
 
 def test_of_a_long_schedule_the_first_ops_are_drawn():
@@ -42,7 +45,8 @@ def test_of_a_long_schedule_the_first_ops_are_drawn():
     starts = [left for _, _, left, *_ in boxes_of(chart)]
     assert len(starts) == charts.MOST_SPANS < len(timeline.spans)
     assert max(starts) <= sorted(span.start for span in timeline.spans)[charts.MOST_SPANS]
-    assert not axes_of(chart).texts  # no name has room
+    texts = [text.get_text() for text in axes_of(chart).texts]  # no name has room
+    assert texts == [f"idle {3 / 2003:.0%}"] * 4, "(p - 1) of m + p - 1 ops of equal length"
     assert names_of(axes_of(chart).yaxis) == [f"rank {rank}" for rank in range(4)]
 
 
@@ -88,6 +92,28 @@ def test_memory_over_the_step_is_stacked_by_kind(profile):
     assert tops["optimizer"] == pytest.approx(state)
     assert tops["activations"] == pytest.approx(state + 2.0)
     assert tops["temporary"] == pytest.approx(state + 3.0)
+
+
+def test_memory_is_on_the_clock_of_the_timeline(profile):
+    data = profile.as_json()["memory_by_kind_over_time"]
+    limits = charts.time_limits(data, [profile.measured])
+    assert limits == (-0.5, 9.5)
+    drawn = [charts.gantt({"measured": profile.measured}, limits=limits)]
+    drawn.append(charts.over_time(data, limits))
+    axes = [axes_of(chart) for chart in drawn]
+    assert [one.get_xlim() for one in axes] == [(-0.5, 9.5)] * 2
+    assert {one.get_xlabel() for one in axes} == {"seconds since the first op of the step"}
+
+
+def test_shares_of_the_peak_that_no_device_reaches_are_marked():
+    curves = {"MFU (%)": {"steps": [1, 2, 3], "values": [40.0, 120.0, None]}}
+    (chart,) = charts.curves(curves)
+    _, limit, marked = axes_of(chart).lines
+    assert list(limit.get_ydata()) == [100.0, 100.0]
+    assert (list(marked.get_xdata()), list(marked.get_ydata())) == ([2], [120.0])
+    assert marked.get_label() == "1 of 3 above 100 %: the peak was measured too low"
+    curves["MFU (%)"]["values"][1] = 100.0
+    assert len(axes_of(charts.curves(curves)[0]).lines) == 1
 
 
 def test_every_rank_is_on_the_map_once_with_its_layers():
@@ -194,6 +220,17 @@ def test_the_curves_are_drawn_where_they_are_told():
     assert loss.get_ydata()[0] == 4.0 and isnan(loss.get_ydata()[1])
     assert (list(valid.get_xdata()), list(valid.get_ydata())) == ([2], [4.5])
     assert list(resumed.get_xdata()) == [2, 2]
+
+
+def test_named_validation_sets_share_the_loss_s_picture_and_a_task_has_its_own():
+    names = ("loss", "validation loss", "validation loss wiki", "eval/race/accuracy")
+    curves = {name: {"steps": [1], "values": [float(n)]} for n, name in enumerate(names)}
+    loss, task = charts.curves(curves)
+    assert (loss.title, task.title) == ("loss", "eval/race/accuracy")
+    lines = axes_of(loss).lines
+    assert [list(line.get_ydata()) for line in lines] == [[0.0], [1.0], [2.0]]
+    assert len({line.get_color() for line in lines}) == 3
+    assert [list(line.get_ydata()) for line in axes_of(task).lines] == [[3.0]]
 
 
 def test_a_histogram_counts_every_step():

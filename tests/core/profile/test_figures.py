@@ -10,9 +10,10 @@ from handmade import config_table, record_of, step_of
 from mtcli.commands.profile import _show_profile
 from mtcli.core.config.loading import config_of
 from mtcli.core.parallel.groups import AXES
+from mtcli.core.parallel.pipeline import OpSpan
 from mtcli.core.plan.hardware import HERE
 from mtcli.core.profile.figures import CARRIERS, Profile
-from mtcli.core.profile.records import WaitSeconds
+from mtcli.core.profile.records import MemorySample, WaitSeconds
 from mtcli.core.profile.render.text import (
     planned_memory_rows,
     show_measured,
@@ -219,6 +220,25 @@ def test_memory_over_time_has_the_state_under_what_the_step_adds(profile):
     assert data["optimizer"] == [8001] * 3
     assert data["activations"] == [0, 2 * 2**20, 0]
     assert data["temporary"] == [0, 2**20, 0]
+
+
+def test_memory_is_told_by_the_clock_of_the_timed_step(records):
+    """The profiler stretches rank 1 threefold, and its last op tenfold."""
+    stretched = step_of(1, scale=3.0)
+    *spans, (last, start, end) = stretched.spans
+    late = OpSpan(last, start, start + 10 * (end - start) / 3)
+    phases = stretched.phases._replace(end=late.end + 3 * (12.0 - 7.75))
+    step = stretched._replace(spans=(*spans, late), phases=phases)
+    samples = [MemorySample(m, n, 0) for n, m in enumerate((0.0, 3 * 2.25, start + 10, phases.end))]
+    slow = records[1]._replace(
+        profiled=records[1].profiled._replace(step=step, memory=samples),
+        state_bytes={"weights": 10**9},
+    )
+    profile = Profile(config_of(config_table()), 2, "", [records[0], slow])
+    data = profile.memory_over_time
+    assert data["rank"] == 1 and data["activations"] == [0, 1, 2, 3]
+    # Since the first op of all, which rank 0 begins at 0.5: B1.1 is half done at 6.75.
+    assert data["seconds"] == pytest.approx([-0.5, 1.75, 6.25, 11.5])
 
 
 def test_step_times_are_those_of_the_slowest_rank():

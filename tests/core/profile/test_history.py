@@ -45,6 +45,24 @@ def test_curves_have_units_and_leave_out_what_no_step_has():
     }
 
 
+def test_each_validation_set_and_task_has_a_curve_by_its_name():
+    row = {
+        "step": 4,
+        "loss": 3.0,
+        "valid_loss": 2.5,
+        "valid_loss/code": 2.0,
+        "valid_loss/wiki": 3.0,
+    }
+    found = curves_of([{"step": 2, "loss": 4.0}, row | {"eval/lambada/accuracy": 0.5}])
+    del found["loss"]
+    assert {name: (curve["steps"], curve["values"]) for name, curve in found.items()} == {
+        "validation loss": ([4], [2.5]),
+        "validation loss code": ([4], [2.0]),
+        "validation loss wiki": ([4], [3.0]),
+        "eval/lambada/accuracy": ([4], [0.5]),
+    }
+
+
 def test_quantiles_are_values_that_occur():
     assert quantiles([float(i) for i in range(100)]) == {"p5": 5.0, "p50": 50.0, "p95": 95.0}
     assert quantiles([7.0]) == {"p5": 7.0, "p50": 7.0, "p95": 7.0}

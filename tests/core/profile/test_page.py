@@ -127,9 +127,9 @@ def test_a_runs_page_has_its_curves_schedule_state_and_layout(run, tmp_path):
 def test_a_runs_page_shows_its_saves_and_where_it_took_up_again(run, tmp_path):
     save = {"event": "saved", "step": 2, "stall_seconds": 0.25, "write_seconds": 1.5}
     text = run_page(run._replace(events=[save], resumed=[2]), tmp_path)
-    assert "<td>saves</td><td>1, training stood still 0.250 s in all" in text
+    assert "<td>saves</td><td>1, training waited 0.250 s in all" in text
     assert "took up again at step 2;" in text
-    words = ["training stood still 0.250 seconds\n2", "written in 1.500 seconds\n2"]
+    words = ["training waited 0.250 seconds\n2", "written in 1.500 seconds\n2"]
     assert tips(charts(text)["saves"]) == words
 
 

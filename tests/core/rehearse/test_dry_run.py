@@ -69,6 +69,8 @@ TWO_ROWS = {"tp": 8, "tp_rows": 2}
 ADAPTERS = {"lora": {"rank": 8}}
 FEW_ADAPTERS = {"lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
 ALL_ADAPTERS = {"lora": {"rank": 8, "targets": ["all-linear"]}}
+WHOLE_TABLES = {"lora": {"rank": 8, "modules_to_save": ["embed_tokens", "lm_head"]}}
+FROZEN = {"train": {"freeze": ["embedding", "blocks.0-1.*"]}}
 LATENTS = {"mla": {"q_rank": 64, "kv_rank": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}}
 LATENTS |= {"num_kv_heads": 8, "head_dim": 48}
 SHARED_OUT = {"tp": 2, "etp": 2, "ep": 2, "zero": 1}
@@ -106,6 +108,10 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "adapters of latents": (2, LLAMA | LATENTS, {"tp": 2, "zero": 1}, "bf16", None, ADAPTERS),
     "adapters of experts": (8, MOE, SHARED_OUT, "bf16", LAST, ALL_ADAPTERS),
     "adapters of a pipeline": (2, DEEP, {"pp": 2}, "bf16", LAST, ADAPTERS),
+    "adapters, and tables whole": (2, LLAMA, {"pp": 2}, "bf16", LAST, WHOLE_TABLES),
+    "frozen blocks": (1, DEEP, {"recompute": "full"}, "bf16", None, FROZEN),
+    "frozen blocks of a pipeline": (2, MOE | NARROW, {"pp": 2}, "bf16", 0, FROZEN),
+    "frozen blocks, zero=3": (2, DEEP, {"zero": 3}, "bf16", None, FROZEN),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
     "zero=1, the last of three data ranks": (3, GPT, {"zero": 1}, "bf16", LAST),
     "zero=1's update of many layers": (2, DEEP | MANY, {"zero": 1}, "bf16", None, FEW),

@@ -193,6 +193,8 @@ def test_what_no_array_trains_is_refused_with_its_reason(tmp_path):
         "parallel.cp=2": "shards sequences over ranks",
         "train.cuda_graphs=true": "replay one model's",
         "data.reselect_every=2": "chooses by one model's weights",
+        "train.patience=2": "ends one model's run",
+        'eval=[{task = "lambada=x", every = 2}]': "evaluate one model's weights",
     }
     for override, reason in reasons.items():
         text = refusal(tmp_path, "optimizer.lr=1e-3,1e-2", overrides=[override], world=2)

@@ -74,7 +74,7 @@ def ids(vocab=300):
     return torch.randint(0, vocab, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def exported(home, kind, targets):
+def exported(home, kind, targets, *more):
     """A run's adapters, and the same read back from peft's folder, once their logits are peft's."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -82,7 +82,7 @@ def exported(home, kind, targets):
     save_model(home / "hf", kind)
     # read as users read it: peft converts names by what the reader noted of the folder
     base = AutoModelForCausalLM.from_pretrained(home / "hf", experts_implementation="eager")
-    done = run(config(home, "hf", "lora.alpha=7", f"lora.targets={json.dumps(targets)}"))
+    done = run(config(home, "hf", "lora.alpha=7", f"lora.targets={json.dumps(targets)}", *more))
     to_peft(done, home / "peft", force=False)
     theirs = PeftModel.from_pretrained(base, home / "peft").eval()
     with torch.no_grad():
@@ -111,6 +111,46 @@ def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind)
 @pytest.mark.parametrize("kind", FEW)
 def test_some_targets_of_a_module_of_several_are_adapters_of_it(home, kind):
     require_same(*exported(home, kind, FEW[kind]))
+
+
+WHOLE = {  # modules that are trained whole, and those of peft's file
+    "llama": (["embed_tokens", "lm_head"], ["embed_tokens", "lm_head"]),
+    "gpt2": (["wte"], ["lm_head", "wte"]),  # a tied head, which peft unties
+    "gpt_neox": (["lm_head"], ["lm_head"]),  # embed_out in folders
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_peft_loads_modules_that_were_trained_whole_beside_adapters(home, kind):
+    from safetensors.torch import load_file
+
+    ours, names = WHOLE[kind]
+    more = ("optimizer.lr=3e-2", f"lora.modules_to_save={json.dumps(ours)}")
+    mine, read = exported(home, kind, ["all-linear"], *more)
+    require_same(mine, read)
+    assert (*read.lora.modules_to_save,) == (*mine.lora.modules_to_save,) == (*ours,)
+    table = json.loads((home / "peft" / "adapter_config.json").read_text())
+    assert table["modules_to_save"] == names
+    tensors = load_file(home / "peft" / "adapter_model.safetensors")
+    for parameter in ("embedding.weight", "head.weight"):
+        if parameter in mine.own.tensors:
+            change = mine.own.read(parameter) - mine.base.read(parameter)
+            assert change.abs().max() > 0.01, "it was trained"
+    assert sum("lora_" not in key for key in tensors) == len(names)
+
+
+def test_whole_modules_that_are_not_an_embedding_or_a_head_are_refused(home):
+    from peft import LoraConfig as Theirs
+    from peft import get_peft_model
+
+    for kind, whole in (("llama", ["norm"]), ("gpt2", ["wte"])):
+        target = "q_proj" if kind == "llama" else "c_attn"
+        made = Theirs(r=2, target_modules=[target], modules_to_save=whole, task_type="CAUSAL_LM")
+        theirs = get_peft_model(save_model(home / kind, kind), made)
+        theirs.peft_config["default"].base_model_name_or_path = str(home / kind)
+        theirs.save_pretrained(home / f"peft-{kind}")
+        with pytest.raises(MtcliError, match=r"modules_to_save=.* cannot be represented"):
+            open_checkpoint(home / f"peft-{kind}")
 
 
 def test_modules_have_the_names_of_their_family_and_several_targets_times_their_rank(home):

@@ -1,6 +1,7 @@
 """What a run says of its progress: lines where there is no terminal, a bar where there is one."""
 
 import re
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from mtcli.core.training import metrics, run_log
 from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.step import Step
+from mtcli.core.training.validation_sets import SetLosses
 from mtcli.kernels import autotune
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+ONE_SET, NO_TASKS = MappingProxyType({"": 3.25}), MappingProxyType({})
 LINE = re.compile(r"step (\d+)/20( [a-z_/]+ [\d.:e%+-]+)+")
 
 
@@ -22,19 +25,20 @@ LINE = re.compile(r"step (\d+)/20( [a-z_/]+ [\d.:e%+-]+)+")
 def told(tmp_path, monkeypatch, capsys):
     """Makes 20 steps of 2 seconds by a clock, and gives what is said on stderr."""
 
-    def steps(log_every=1, is_terminal=False, validated=()):
+    def steps(log_every=1, is_terminal=False, validated=(), sets=ONE_SET, tasks=NO_TASKS):
         clock = [100.0]
         monkeypatch.setattr(run_log, "monotonic", lambda: clock[0])
         monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
         monkeypatch.setattr(metrics, "run_peak_flops", lambda *_: 1e8)
         train = {"steps": 20, "log_every": log_every, "output": str(tmp_path / "run")}
         log = RunLog(run_config(train=train), True, 0)
-        log.begin(ALONE, 1 << 20, "the seed", {})
+        log.begin(ALONE, {})
         for number in range(1, 21):
             clock[0] += 2.0
-            valid = 3.25 if number in validated else None
+            valid = SetLosses(sets, {}, None) if number in validated else None
+            facts = StepFacts(4 * number, valid, 0, None, tasks=tasks.get(number, {}))
             step = Step(number, 2.0 / number, 1e-3, 0.5, 0.1, 1.0, "updated", tokens=32)
-            log.step(step, StepFacts(4 * number, valid, 0, None))
+            log.step(step, facts)
         log.close()
         return capsys.readouterr().err
 
@@ -55,6 +59,16 @@ def test_lines_are_of_steps_that_are_logged_and_of_validations(told):
     lines = told(log_every=10, validated=(3,)).splitlines()
     assert [int(LINE.fullmatch(line)[1]) for line in lines] == [3, 10, 20]
     assert "loss 0.6667 valid 3.2500 grad_norm" in lines[0]
+
+
+def test_a_line_has_each_validation_set_and_the_first_figure_of_each_task(told):
+    figures = {"eval/race/accuracy": 0.25, "eval/race/high": 0.5, "eval/wic/accuracy": 0.75}
+    tasks = {3: figures, 7: figures}
+    lines = told(log_every=20, validated=(3,), sets={"wiki": 3.0, "code": 2.0}, tasks=tasks)
+    lines = lines.splitlines()
+    assert [int(LINE.fullmatch(line)[1]) for line in lines] == [3, 7, 20]
+    assert "valid 2.5000 wiki 3.0000 code 2.0000 race 0.2500 wic 0.7500 grad_norm" in lines[0]
+    assert "valid" not in lines[1] and "loss 0.2857 race 0.2500 wic 0.7500 grad_norm" in lines[1]
 
 
 def test_on_a_terminal_80_columns_show_what_matters_first(told, monkeypatch):

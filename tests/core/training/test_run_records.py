@@ -7,8 +7,9 @@ import torch
 from tiny import GPT, run_config
 
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.metrics import RunRecords
+from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.run_folder import how_it_goes_on
+from mtcli.core.training.step import Step
 
 RUNTIME = Runtime(0, 1, 0, 1, torch.device("cpu"))
 SAVED = {"event": "saved", "step": 2}
@@ -47,6 +48,23 @@ def test_rows_of_steps_that_are_run_again_are_kept_aside_and_counted(tmp_path, b
     assert steps(tmp_path / "metrics.jsonl") == [] and steps(aside) == [5, 1, 2, 3, 4]
     kept = (tmp_path / "events.superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in kept] == ["saved", "resumed", "resumed"]
+
+
+def test_a_row_has_the_tokens_and_seconds_of_the_run_up_to_it_of_steps_that_count(tmp_path):
+    def run(first, tokens, seconds):
+        records = RunRecords(run_config(GPT, train={"output": str(tmp_path)}), True, print)
+        records.begin(RUNTIME, first)
+        for number, (count, time) in enumerate(zip(tokens, seconds, strict=True), start=first + 1):
+            step = Step(number, 2.0, 1e-3, 0.5, time, 1.0, "updated", tokens=count)
+            records.step(step, StepFacts(4 * number, None, 0, None))
+        records.close()
+
+    run(0, [32, 30, 31], [0.5, 0.25, 8.0])
+    run(2, [7, 8], [1.0, 2.0])  # again from the second step
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["total_tokens"] for row in rows] == [32, 62, 69, 77]
+    assert [row["total_seconds"] for row in rows] == [0.5, 0.75, 1.75, 3.75]
+    assert all(row["memory_bytes"] > 1 << 20 for row in rows)
 
 
 def test_rows_are_not_kept_through_a_link(tmp_path, begin):

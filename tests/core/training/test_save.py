@@ -136,7 +136,7 @@ def test_the_stall_is_the_snapshot_and_the_wait_for_the_save_before(config_for, 
         assert stalls[0] > 0.4
     assert (stalls[1] > 0.4) == (not mode), "after the last step nothing stands still"
     text = f"saved {config.train.output}/checkpoints/{step(1)}: {events[0]['bytes']:,} bytes"
-    assert f"{text}, training stood still {stalls[0]:.3f} s, written in " in said
+    assert f"{text}, training waited {stalls[0]:.3f} s, written in " in said
 
 
 def ruined_at_4(runtime, output):
@@ -347,7 +347,8 @@ def test_an_error_in_training_waits_for_the_save_in_flight(config_for):
     config = config_for("run", train={"save_every": 1})
     (message, code), events, _ = run_ranks(1, told, config, slow_before_an_error)[0]
     assert code == 1 and message.startswith("error: the second step")
-    assert [(event["event"], event["step"]) for event in events] == [("saved", 1)]
+    assert [(event["event"], event["step"]) for event in events] == [("saved", 1), ("failed", 1)]
+    assert events[1]["reason"] == "the second step"
     verify_hashes(open_checkpoint(Path(config.train.output)))
 
 

@@ -66,6 +66,8 @@ def test_a_run_saves_every_so_many_steps_and_at_its_end(every, steps):
         ({"save_every": 1000, "save_minutes": 0, "keep": 0}, "every 1,000 steps, at the end; keeps "
          "all"),
         ({"save_minutes": 0}, "at the end; keeps the newest 2"),
+        ({"save_minutes": 0, "keep_best": 1}, "after an evaluation that is among the best 1, at "
+         "the end; keeps the newest 2 and the best 1"),
     ],
 )  # fmt: skip
 def test_the_header_says_when_a_run_saves(settings, words):

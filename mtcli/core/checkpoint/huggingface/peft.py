@@ -29,6 +29,12 @@ from mtcli.core.checkpoint.huggingface.peft_modules import (
     modules_of,
     modules_of_experts,
 )
+from mtcli.core.checkpoint.huggingface.peft_saved import (
+    SavedTensor,
+    named_modules,
+    require_tied,
+    saved_tensors,
+)
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE
 from mtcli.core.checkpoint.safetensors_file import (
@@ -44,7 +50,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.untrusted import is_number, listed, shown
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name
-from mtcli.core.mesh.parameters import parameters, run_parameters
+from mtcli.core.mesh.parameters import parameters, run_parameters, saved_parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 
 WEIGHTS = "adapter_model.safetensors"
@@ -57,7 +63,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "use_dora": (None, False),
-    "modules_to_save": (None, []),
     "layers_to_transform": (None,),
     "lora_bias": (None, False),
     "trainable_token_indices": (None,),
@@ -107,22 +112,32 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
     header = read_header(folder / WEIGHTS)
     table = read_json(folder / ADAPTER_CONFIG)
     settings = _settings(folder / ADAPTER_CONFIG, table)
-    targets = _separate_targets(folder, base.model)
-    possible = list(_modules_in(base.model, family_of_base(base), header, settings, targets))
+    targets, family = _separate_targets(folder, base.model), family_of_base(base)
+    saved_names = named_modules(folder / ADAPTER_CONFIG, table, base.model, family)
+    saved = saved_tensors(base.model, family, _of_modules(base.model, saved_names))
+    possible = list(_modules_in(base.model, family, header, settings, targets))
     present = [m for m in possible if m.a[0].key in header or m.b[0].key in header]
     if not present:
         raise wrong(f"{folder / WEIGHTS} has no adapter of {base.folder}", "is it their base?")
     names = targets or tuple(sorted({t.name for m in present for t in m.targets}))
     modules = [m for m in possible if any(is_chosen(t.name, names) for t in m.targets)]
-    _require_tensors(folder, header, modules, table)
+    of_saved = [tensor.box for tensor in saved]
+    _require_tensors(folder, header, modules, of_saved, table)
     parts = [part for module in modules for part in _parts(folder, module, names, bool(targets))]
-    lora = _lora(settings, parts, names)
+    lora = _lora(settings, parts, names).model_copy(update={"modules_to_save": saved_names})
     headers = {WEIGHTS: dict(header)}
-    raw = Checkpoint(folder, base.model, _stored(header, modules), None, headers=headers)
+    stored = _stored(header, modules) | {box.key: _in_file(header, [box]) for box in of_saved}
+    raw = Checkpoint(folder, base.model, stored, None, headers=headers)
+    require_tied(raw, saved)
+    read = {tensor.parameter: tensor.box.key for tensor in saved}
     checkpoint = Checkpoint(
         folder=folder,
         model=base.model,
-        tensors=_tensors(raw, parts, run_parameters(base.model, lora)),
+        tensors=_tensors(raw, parts, run_parameters(base.model, lora))
+        | {
+            name: stored[key]._replace(boxes=(), computed=partial(raw.read, key))
+            for name, key in read.items()
+        },
         tokenizer_folder=source.tokenizer_folder,
         headers=headers,
         open_files=raw.open_files,
@@ -172,11 +187,20 @@ def _modules_in(
             yield from modules_of(model, family, weight, rank_of, both=False)
 
 
+def _of_modules(model: ModelConfig, names: Sequence[str]) -> set[str]:
+    """The parameters of modules that are trained whole, by the modules' names."""
+    return saved_parameters(model, LoraConfig(rank=1, modules_to_save=tuple(names)))
+
+
 def _require_tensors(
-    folder: Path, header: Header, modules: Sequence[PeftModule], table: dict[str, Any]
+    folder: Path,
+    header: Header,
+    modules: Sequence[PeftModule],
+    saved: Sequence[StoredBox],
+    table: dict[str, Any],
 ) -> None:
     """Raises MtcliError for tensors that are unknown, missing or of another shape or dtype."""
-    expected = [box for module in modules for box in (*module.a, *module.b)]
+    expected = [*(box for module in modules for box in (*module.a, *module.b)), *saved]
     keys = {box.key: box for box in expected}
     if unknown := sorted(header.keys() - keys.keys()):
         message = f"{folder / WEIGHTS} has tensors that no target has: {listed(unknown)}"
@@ -213,10 +237,14 @@ def _stored(header: Header, modules: Sequence[PeftModule]) -> dict[str, StoredTe
     for module in modules:
         sides = ("A", module.shape_of_a, module.a), ("B", module.shape_of_b, module.b)
         for side, shape, boxes in sides:
-            found = [box._replace(file=WEIGHTS, code=header[box.key].code) for box in boxes]
-            dtype = DTYPE_OF_CODE[found[0].code]
-            tensors[_raw_name(module, side)] = StoredTensor(dtype, shape, found)
+            tensors[_raw_name(module, side)] = _in_file(header, boxes)._replace(shape=shape)
     return tensors
+
+
+def _in_file(header: Header, boxes: Sequence[StoredBox]) -> StoredTensor:
+    """A tensor that boxes of the file tile, of the first one's dtype and shape."""
+    found = [box._replace(file=WEIGHTS, code=header[box.key].code) for box in boxes]
+    return StoredTensor(DTYPE_OF_CODE[found[0].code], found[0].shape, found)
 
 
 def _raw_name(module: PeftModule, side: str) -> str:
@@ -318,6 +346,14 @@ def peft_tensors(source: Checkpoint, module: PeftModule) -> Iterator[tuple[Store
         yield box, b[box.box.slices].permute(box.order)
 
 
+def saved_of(source: Checkpoint) -> list[SavedTensor]:
+    """Lists the tensors of a checkpoint's modules that are trained whole beside adapters."""
+    assert source.adapters is not None, f"{source.folder} holds no adapters"
+    _, base, lora = source.adapters
+    names = saved_parameters(base.model, lora)
+    return saved_tensors(base.model, family_of_base(base), names)
+
+
 def peft_config(source: Checkpoint, modules: Sequence[PeftModule]) -> dict[str, Any]:
     """Builds the adapter_config.json of a checkpoint's adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
@@ -339,6 +375,8 @@ def peft_config(source: Checkpoint, modules: Sequence[PeftModule]) -> dict[str, 
     }
     if any(arrays.values()):
         table["target_parameters"] = sorted({name for name in arrays.values() if name})
+    if saved := saved_of(source):
+        table["modules_to_save"] = sorted({tensor.module for tensor in saved})
     if wide:
         table["rank_pattern"] = {name: lora.rank * times for name, times in wide.items()}
         table["alpha_pattern"] = {name: lora.alpha * times for name, times in wide.items()}

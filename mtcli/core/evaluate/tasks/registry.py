@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.schema import EvalConfig
 from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.journal import Journal
@@ -54,6 +55,25 @@ def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
     if problems:
         raise MtcliError(*problems)
     return [(name, Path(path) if path else None) for name, path in map(_split, specs)]
+
+
+def require_training_tasks(tables: Sequence[EvalConfig]) -> None:
+    """Checks the tasks of a config's [[eval]] tables.
+
+    Raises MtcliError with the problems of all.
+    """
+    specs = [table.task for table in tables]
+    names = [_split(spec)[0] for spec in specs]
+    problems = []
+    for number, (spec, name) in enumerate(zip(specs, names, strict=True)):
+        problem = _problem(spec)
+        if problem is None and name in names[:number]:
+            hint = "one table for each task"
+            problem = Problem(f"{name} is the task of {names.count(name)} tables", hint)
+        if problem is not None:
+            problems.append(problem._replace(field=f"eval.{number}.task"))
+    if problems:
+        raise MtcliError(*problems)
 
 
 def _split(spec: str) -> tuple[str, str]:

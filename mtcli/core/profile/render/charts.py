@@ -3,21 +3,23 @@
 In order: time of a step, the curves of a finished run, memory, and maps of ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from math import nan
 from typing import TYPE_CHECKING, Any
 
 from mtcli.core.profile.breakdown import KINDS as TIME_KINDS
-from mtcli.core.profile.curves import CURVES, Curve, histogram, thinned
+from mtcli.core.profile.curves import CURVES, MFU, TASKS, VALIDATION, Curve, histogram, thinned
 from mtcli.core.profile.render.drawing import (
     BLUE,
     DARK,
     GREEN,
     LIGHT,
+    MOST_NAMES,
     ORANGE,
     PINK,
+    RED,
     TEAL,
     WIDTH,
     YELLOW,
@@ -43,6 +45,7 @@ MOST_CELLS = 64  # rows of the matrix; of a larger world, ranks are added up in 
 NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
 LETTER = 0.075  # inches of a letter in a box
 MIB = 2**20
+CLOCK = "seconds since the first op of the step"  # of the measured timeline
 STATE = ("weights", "gradients", "optimizer")
 KINDS = (*STATE, "activations")
 INNER = {"attention": ("dp", "cp", "tp_row", "tp"), "experts": ("edp", "ep", "etp")}
@@ -52,10 +55,16 @@ COORDINATES = ("#cfe1f2", "#7fb0db")  # black text is read on all between them
 ChartRow = Mapping[str, Any]
 
 
-def gantt(timelines: Mapping[str, Timeline], most: int | None = None) -> Chart:
-    """Draws the timelines' ops on one time axis: for each pipeline rank a row per timeline.
+def gantt(
+    timelines: Mapping[str, Timeline],
+    most: int | None = None,
+    limits: tuple[float, float] | None = None,
+) -> Chart:
+    """Draws the timelines' ops on one time axis: for each pipeline rank a row per timeline, and at
+    its end the share of the timeline in which the rank is idle.
 
-    Draws at most the first `most` ops of a timeline, by their start.
+    Draws at most the first `most` ops of a timeline, by their start. `limits` are the ends of the
+    axis, by default those of the ops.
     """
     ranks = max(timeline.num_ranks for timeline in timelines.values())
     names = [f"rank {rank} {name}".strip() for rank in range(ranks) for name in timelines]
@@ -65,11 +74,24 @@ def gantt(timelines: Mapping[str, Timeline], most: int | None = None) -> Chart:
         for span in timeline.spans
     ]
     rows = sorted(rows, key=lambda row: row[1].start)[:most]
-    return Chart(0.8 + 0.26 * len(names), partial(_gantt, rows=rows, names=names))
+    idle = [
+        1.0 - timeline.busy_seconds[rank] / timeline.end if timeline.end else 0.0
+        for rank in range(ranks)
+        for timeline in timelines.values()
+    ]
+    ends = limits or (0.0, max((span.end for _, span in rows), default=1.0))
+    draw = partial(_gantt, rows=rows, names=names, idle=idle, ends=ends)
+    return Chart(0.8 + 0.26 * len(names), draw)
 
 
-def _gantt(axes: "Axes", rows: Sequence[tuple[int, Span]], names: Sequence[str]) -> None:
-    end = max((span.end for _, span in rows), default=1.0)
+def _gantt(
+    axes: "Axes",
+    rows: Sequence[tuple[int, Span]],
+    names: Sequence[str],
+    idle: Sequence[float],
+    ends: tuple[float, float],
+) -> None:
+    length = ends[1] - ends[0]
     kinds = sorted({span.op.kind for _, span in rows}, key=list(LABELS).index)
     for kind in kinds:
         drawn = [
@@ -77,14 +99,17 @@ def _gantt(axes: "Axes", rows: Sequence[tuple[int, Span]], names: Sequence[str])
             for row, span in rows
             if span.op.kind == kind
         ]
-        look = {"edgecolors": "white", "linewidths": min(0.3, 200 / len(rows))}
-        boxes(axes, drawn, OPS[kind], label=LABELS[kind], **look)
+        thin = min(0.3, 200 / len(rows))
+        boxes(axes, drawn, OPS[kind], label=LABELS[kind], edgecolors="white", linewidths=thin)
     for row, span in rows:
         name, middle = str(span.op), (span.start + span.end) / 2
-        if (span.end - span.start) / end * WIDTH > LETTER * (len(name) + 1):
+        if (span.end - span.start) / length * WIDTH > LETTER * (len(name) + 1):
             axes.text(middle, row, name, ha="center", va="center", fontsize=7, color="black")
     name_ticks(axes, names, across=True)
-    axes.set(xlim=(0, end), xlabel="seconds since the first op of the step")
+    for row, share in enumerate(idle if len(names) <= MOST_NAMES else ()):
+        look: dict[str, Any] = {"va": "center", "fontsize": 7, "clip_on": False}
+        axes.text(1.005, row, f"idle {share:.0%}", transform=axes.get_yaxis_transform(), **look)
+    axes.set(xlim=ends, xlabel=CLOCK)
     legend_above(axes, len(kinds))
 
 
@@ -190,21 +215,36 @@ def step_bars(seconds: Sequence[float]) -> Chart:
 def curves(curve_of: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> list[Chart]:
     """Draws each curve {steps, values}; a dotted line where the run resumed."""
     shown = [name for name in CURVES if name in curve_of]
-    valid = {shown[0]: curve_of["validation loss"]} if "validation loss" in curve_of else {}
+    shown += [name for name in curve_of if name.startswith(TASKS)]
+    valid = [name for name in curve_of if name.startswith(VALIDATION)]
 
     def draw(name: str, axes: "Axes") -> None:
         steps, values = curve_of[name]["steps"], _gaps(curve_of[name])
         axes.plot(steps, values, "-" if len(steps) > 1 else "o", color=BLUE, linewidth=1)
         for step in resumed:
             axes.axvline(step, color=GREEN, linestyle=":", linewidth=1.5)
-        if name in valid:
-            look: dict[str, Any] = {"ms": 3, "color": ORANGE, "label": "validation loss"}
-            axes.plot(valid[name]["steps"], _gaps(valid[name]), "o-", **look)
-            legend_above(axes, 1)
+        for number, label in enumerate(valid if name == shown[0] else ()):
+            look: dict[str, Any] = {"ms": 3, "label": label}
+            look["color"] = f"C{number + 1}" if number else ORANGE
+            axes.plot(curve_of[label]["steps"], _gaps(curve_of[label]), "o-", **look)
+        if name == shown[0] and valid:
+            legend_above(axes, min(len(valid), 3))
+        if name == MFU:
+            _mark_above_peak(axes, steps, values)
         axes.set_xlabel("step")
         axes.grid()
 
     return [Chart(2.4, partial(draw, name), name) for name in shown]
+
+
+def _mark_above_peak(axes: "Axes", steps: Sequence[int], shares: Sequence[float]) -> None:
+    """Marks shares of the peak that no device reaches: its FLOP/s were measured too low."""
+    above = [(step, share) for step, share in zip(steps, shares, strict=True) if share > 100.0]
+    if above:
+        axes.axhline(100.0, color=RED, linestyle="--", linewidth=1)
+        label = f"{len(above):,} of {len(steps):,} above 100 %: the peak was measured too low"
+        axes.plot(*zip(*above, strict=True), "x", ms=4, color=RED, label=label)
+        legend_above(axes, 1)
 
 
 def _gaps(curve: ChartRow) -> list[float]:
@@ -230,7 +270,7 @@ def step_histogram(seconds: Sequence[float]) -> Chart:
 def saves(rows: Sequence[ChartRow]) -> Chart:
     """Draws the seconds of each checkpoint: training's stall, and writing."""
     series = {
-        "training stood still": [row.get("stall_seconds") or 0.0 for row in rows],
+        "training waited": [row.get("stall_seconds") or 0.0 for row in rows],
         "written in": [row.get("write_seconds") or 0.0 for row in rows],
     }
 
@@ -262,7 +302,7 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
             ]
             bars(axes, drawn, (BLUE, ORANGE)[index], name, thickness)
         if 0 < limit <= NEAR * most:
-            axes.axhline(limit / MIB, color="#d55e00", linestyle="--")
+            axes.axhline(limit / MIB, color=RED, linestyle="--")
             axes.text(-0.45, limit / MIB, f"usable {limit / MIB:,.0f} MiB", va="bottom")
         name_ticks(axes, [*KINDS, "other", "process"])
         axes.set(ylabel="MiB", ylim=(0, None))
@@ -271,16 +311,23 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     return Chart(3.4, draw)
 
 
-def over_time(data: ChartRow) -> Chart:
-    """Draws a rank's MiB by kind over the profiled step, one on top of the other."""
+def time_limits(data: ChartRow, timelines: Iterable[Timeline]) -> tuple[float, float]:
+    """Returns the ends of a time axis that timelines share with a rank's memory over time."""
+    last = max(timeline.end for timeline in timelines)
+    return min(0.0, *data["seconds"]), max(last, *data["seconds"])
+
+
+def over_time(data: ChartRow, limits: tuple[float, float] | None = None) -> Chart:
+    """Draws a rank's MiB by kind over the step, one on top of the other, by the clock of the
+    measured timeline; `limits` are the ends of the axis."""
     layers = {kind: [size / MIB for size in data[kind]] for kind in MEMORY if kind in data}
 
     def draw(axes: "Axes") -> None:
         colors, step = [MEMORY[kind] for kind in layers], data["seconds"]
         look: dict[str, Any] = {"labels": layers, "colors": colors, "step": "post"}
         axes.stackplot(step, list(layers.values()), linewidth=0, **look)
-        axes.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
-        axes.set_xlabel("seconds of the profiled step")
+        axes.set(xlim=limits or (step[0], step[-1]), ylim=(0, None), ylabel="MiB")
+        axes.set_xlabel(CLOCK)
         legend_above(axes, len(layers))
 
     return Chart(3.0, draw)

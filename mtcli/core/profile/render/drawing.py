@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, PINK = "#4c78a8", "#f58518", "#009e73", "#cc79a7"
 YELLOW, TEAL, LIGHT, DARK = "#e6c229", "#72b7b2", "#bab0ac", "#7a7a7a"
+RED = "#d55e00"
 INK = "#1d1d1f"
 WIDTH = 11.0  # inches
 STYLE = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtcli.core.profile.breakdown import KINDS as TIME_KINDS
-from mtcli.core.profile.figures import Profile, memory_over_time
+from mtcli.core.profile.figures import Profile
 from mtcli.core.profile.render import charts
 from mtcli.core.profile.render.drawing import save
 from mtcli.core.schedule.timeline import Timeline
@@ -19,11 +19,12 @@ def save_profile(target: str, profile: Profile) -> None:
     timelines["measured"] = profile.measured
     bubbles.append(f"measured {profile.measured.bubble_fraction:.1%}")
     rows = [{"label": f"rank {n}", **row} for n, row in enumerate(profile.shares_by_rank)]
-    data = memory_over_time(profile.fullest)
+    data = profile.memory_over_time
+    limits = charts.time_limits(data, timelines.values())
     titled = {
-        f"bubble over busy time: {', '.join(bubbles)}": charts.gantt(timelines),
+        f"bubble over busy time: {', '.join(bubbles)}": charts.gantt(timelines, limits=limits),
         "where the step goes": charts.stacked_shares(rows, TIME_KINDS),
-        f"memory of rank {data['rank']}": charts.over_time(data),
+        f"memory of rank {data['rank']}": charts.over_time(data, limits),
     }
     save(target, [chart._replace(title=title) for title, chart in titled.items()])
 
@@ -34,5 +35,6 @@ def save_run(target: str, data: Mapping[str, Any]) -> None:
 
 
 def save_timeline(timeline: Timeline, title: str, target: str) -> None:
-    """Writes a timeline, a row per pipeline rank."""
-    save(target, [charts.gantt({"": timeline})._replace(title=title)])
+    """Writes a timeline, a row per pipeline rank, with its bubble as drawn."""
+    bubble = f"bubble over busy time {timeline.bubble_fraction:.1%}"
+    save(target, [charts.gantt({"": timeline})._replace(title=f"{title}: {bubble}")])

@@ -50,8 +50,8 @@ def summary_rows(data: Mapping[str, Any]) -> list[list[str]]:
         ("step time", f"{seconds['median']:.4g} s ({spread})"),
         ("pipeline, as drawn", f"{_end(data['timeline']):.4g} s"),
         ("tokens/s", f"{data['tokens_per_second']:,.0f}"),
-        ("MFU", f"{data['mfu']:.1%}"),
-        ("HFU", f"{data['hfu']:.1%}"),
+        ("MFU", share_of_peak(data["mfu"])),
+        ("HFU", share_of_peak(data["hfu"])),
         ("bubble / busy", f"{data['bubble_fraction']['measured']:.1%}"),
     ]
     planned = [""] * len(measured)
@@ -65,6 +65,11 @@ def summary_rows(data: Mapping[str, Any]) -> list[list[str]]:
     peak = f"{data['peak_flops'] / 1e12:.4g} TFLOP/s a rank"
     rows.append(["peak", f"{peak} ({data['flop_convention']})", ""])
     return rows
+
+
+def share_of_peak(share: float) -> str:
+    """Words a share of a device's peak FLOP/s; says what is wrong with one above 100 %."""
+    return f"{share:.1%}" + ", so the peak was measured too low" * (share > 1.0)
 
 
 def _end(rows: Sequence[Json]) -> float:
@@ -131,7 +136,7 @@ def run_rows(data: Mapping[str, Any]) -> list[list[str]]:
         ["parameters", f"{data['parameters']:,}"],
     ]
     if not isnan(data["mfu"]):
-        rows.insert(-1, ["MFU, median", f"{data['mfu']:.1%}"])
+        rows.insert(-1, ["MFU, median", share_of_peak(data["mfu"])])
     if "loss" in data:
         loss = data["loss"]
         text = f"{loss['first']:.4f} to {loss['last']:.4f}, least {loss['min']:.4f}"
@@ -142,7 +147,7 @@ def run_rows(data: Mapping[str, Any]) -> list[list[str]]:
         rows.append(["took up again at step", ", ".join(map(str, data["resumed_at"]))])
     if data["saves"]:
         stalls = [save["stall_seconds"] for save in data["saves"]]
-        text = f"{len(stalls)}, training stood still {sum(stalls):.3f} s in all"
+        text = f"{len(stalls)}, training waited {sum(stalls):.3f} s in all"
         rows.append(["saves", f"{text}, {max(stalls):.3f} s at most"])
     if data["saves_failed"]:
         rows.append(["saves that failed", str(len(data["saves_failed"]))])

@@ -1,0 +1,90 @@
+"""Plans a run for Python, as `mtcli plan` does; torch is imported in subprocesses alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+from mtcli.core.checkpoint.fine_tuning import source_of
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.vocabulary import with_vocabulary
+from mtcli.core.plan.answer import PlanAnswer, answer, read_request, with_run
+from mtcli.core.plan.certainty import step_range
+from mtcli.core.plan.tables import as_json
+from mtcli.core.rehearse.request import rehearsed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a config, or the best of a search: its cost, and the config that has it."""
+
+    answer: PlanAnswer
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config, with the layout."""
+        return self.answer.config
+
+    @property
+    def layout(self) -> str:
+        """The layout in words, such as tp=8 dp=8 pp=4 micro-batch 1 1f1b zero=1."""
+        return self.answer.prediction.work.layout_words
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its device's memory."""
+        return self.answer.prediction.fits
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return round(self.answer.prediction.memory.total)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.answer.prediction.step_seconds
+
+    @property
+    def step_seconds_range(self) -> tuple[float, float] | None:
+        """The seconds that hold 8 of 10 published runs of the kind; None where there are none."""
+        spread = step_range(self.answer.prediction)
+        return None if spread is None else (spread.low, spread.high)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all devices in a second."""
+        p = self.answer.prediction
+        return p.tokens_per_second_per_gpu * p.work.layout.world
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, from 0 to 1."""
+        return self.answer.prediction.mfu
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures: the JSON of `mtcli plan --json`."""
+        return as_json(self.answer)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the config as TOML for `mtcli train`."""
+        self.answer.save_config(fspath(path))
+
+
+def plan(
+    config: str | PathLike[str],
+    gpus: int | None = None,
+    device: str | None = None,
+    top: int | None = None,
+    tokens: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Plans a config, or searches its best layout where `top` is given or it is a bare preset with
+    `gpus`; `tokens` such as "15T" adds the whole run. The arguments are the flags of `mtcli plan`.
+
+    Raises MtcliError with every problem of an illegal config. A plan that does not fit is returned.
+    """
+    source = source_of(fspath(config))
+    overrides = with_vocabulary(source, list(overrides))
+    asked = read_request(source, overrides, (), gpus, device)
+    return Plan(answer(with_run(asked, tokens, None, "time"), top, rehearsed))
