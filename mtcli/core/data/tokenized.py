@@ -109,7 +109,8 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
     """Finds the text that a language model's data names. `tokenizer` is that of the initial
     weights, for configs without data.tokenizer.
 
-    Raises MtcliError where there is no tokenizer, or a folder has no text.
+    Raises MtcliError where there is no tokenizer, where one would be trained on each of several
+    texts, and where a folder has no text.
     """
     data = config.data
     if data.format != "tokens" or config.model.head != "lm":
@@ -125,6 +126,10 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
         if any(map(CHAT_FILE.search, texts)):
             hint += '; conversations are read with data.format = "conversations"'
         raise wrong(f"{texts[0]} is text, and no tokenizer is known", hint, "data.train")
+    if len(texts) > 1 and spec.startswith(TRAIN):
+        message = f"tokenizer={spec!r} is trained on one text, and the data names {len(texts)}"
+        hint = f"`mtcli preprocess {' '.join(texts)} --output DATA --tokenizer {spec}` trains one "
+        raise wrong(message, f"{hint}on all, then data.tokenizer=DATA.tokenizer", "data.tokenizer")
     return collect_errors(*(partial(_text_data, word, spec) for word in texts))
 
 

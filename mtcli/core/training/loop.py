@@ -147,9 +147,9 @@ def _train(
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
-    saves = SaveSchedule(config.train, config.data.reselect_every)
     header = run_header(config, runtime.world, trainer.state_bytes(), str(start))
     log.begin(runtime, header | data_header(config, data.train.batches, runtime.device))
+    saves = SaveSchedule(config.train, config.data.reselect_every)
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:

@@ -325,6 +325,12 @@ def test_phases_are_overridden_by_number_written_and_read_again():
     text = dump_toml(run)
     assert "[[phase]]\nfrom_tokens = 90000\n" in text and "\nsteps =" not in text
     assert config_of(parse_toml(text)) == run
+    comments = {field: "why" for field, _ in values_of(run)}
+    shown = annotated(run, comments, ["train.steps"])
+    assert config_of(parse_toml(shown)) == run
+    assert f"{'[[phase]]':<36}  # why\nfrom_tokens = 50000\n\n[phase.batch]\nseq_len" in shown
+    first = {"from_tokens": 50000, "batch": {"seq_len": 128}}
+    assert dict(values_of(run))["phase"] == [first, {"from_tokens": 90000}]
     # 13 steps of 16 * 256 tokens pass 50,000; 73 of half as many the other 146,752... of 200,000
     assert run.train.steps == 13 + -(-(200_000 - 13 * 4096) // 2048) == 85
     shorter = load_config(config_table(run), ["train.steps=20"])
