@@ -31,11 +31,21 @@ ENDINGS = (".bin", ".idx", ".json")
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
 
+# What help calls a value of a type, where the option has no word of its own.
+METAVARS = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
+
+
 class Command(TyperCommand):
     """A subcommand that reports every problem of its arguments before it runs.
 
     Raises MtcliError (exit 2), which is also written to --json where that is given.
     """
+
+    def __init__(self, *words: Any, **settings: Any) -> None:
+        super().__init__(*words, **settings)
+        for param in self.params:
+            if isinstance(param, TyperOption) and param.metavar is None:
+                param.metavar = METAVARS.get(param.type_descriptor.annotation)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Parses the arguments; returns the leftover ones, an empty list."""
@@ -210,32 +220,51 @@ def _wrong_value(
 
 
 class Target(NamedTuple):
-    """The function of a subcommand (`module:function`), and how its docstring begins."""
+    """The function of a subcommand (`module:function`), how its docstring begins, and the example
+    at the end of its help."""
 
     target: str
     help: str
+    example: str
 
 
+# fmt: off
 COMMANDS: dict[str, Target] = {
-    name: Target(f"mtcli.commands.{name}:{name}", purpose)
-    for name, purpose in (
-        ("curate", "Clean, filter, deduplicate and decontaminate a corpus"),
-        ("preprocess", "Turn text into token files"),
-        ("select", "Choose a core-set of the training data"),
-        ("data", "Say which documents a training step consumed"),
-        ("config", "Show, compare and explain run configs"),
-        ("plan", "Check a run config; predict its memory, step time and bubble"),
-        ("doctor", "Examine machine, devices, installation; exchange and GEMM"),
-        ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
-        ("train", "Train or fine-tune a model from a config"),
-        ("sweep", "Train many models of one shape as one array"),
-        ("runs", "List runs: state, step, loss, tokens, time, size"),
-        ("eval", "Evaluate a checkpoint on published tasks or your own"),
-        ("generate", "Sample text from a checkpoint"),
-        ("profile", "Run a few steps of a config with timers"),
-        ("shard", "Convert and reshard checkpoints"),
+    name: Target(f"mtcli.commands.{name}:{name}", purpose, f"mtcli {words}")
+    for name, purpose, words in (
+        ("curate", "Clean, filter, deduplicate and decontaminate a corpus",
+         "curate pages more.jsonl --output corpus"),
+        ("preprocess", "Turn text into token files",
+         "preprocess texts --output data/texts --tokenizer train:8192"),
+        ("select", "Choose a core-set of the training data",
+         "select --data texts --model a --fraction 0.1 --output s.json"),
+        ("data", "Say which documents a training step consumed",
+         "data explain runs/first --step 100"),
+        ("config", "Show, compare and explain run configs",
+         "config show tiny --set train.steps=1000"),
+        ("plan", "Check a run config; predict its memory, step time and bubble",
+         "plan llama-3.1-70b --gpus 512 --device h100 --tokens 1T"),
+        ("doctor", "Examine machine, devices, installation; exchange and GEMM",
+         "doctor --json doctor.json"),
+        ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links",
+         "calibrate --output h100.json"),
+        ("train", "Train or fine-tune a model from a config",
+         "train tiny --set data.train=data/texts --nproc 2"),
+        ("sweep", "Train many models of one shape as one array",
+         "sweep runs/a --vary optimizer.lr=1e-3,3e-3 --output sweeps/lr"),
+        ("runs", "List runs: state, step, loss, tokens, time, size",
+         "runs compare first second --output compare.html"),
+        ("eval", "Evaluate a checkpoint on published tasks or your own",
+         "eval runs/a --task lambada=test.jsonl --json eval.json"),
+        ("generate", "Sample text from a checkpoint",
+         "generate runs/a --prompt 'Once upon a time' --max-tokens 50"),
+        ("profile", "Run a few steps of a config with timers",
+         "profile tiny --nproc 2 --set parallel.pp=2 --report step.html"),
+        ("shard", "Convert and reshard checkpoints",
+         "shard runs/first model --to hf --verify"),
     )
 }
+# fmt: on
 # What other tools call a command.
 MEANT = {
     **dict.fromkeys(("finetune", "fine-tune", "pretrain", "sft", "fit", "resume"), "train"),
@@ -282,7 +311,8 @@ def load(name: str) -> TyperCommand:
     """Imports the module of a registered name, and returns its Typer command."""
     module, _, function = COMMANDS[name].target.partition(":")
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name, cls=Command)(getattr(import_module(module), function))
+    epilog = f"Example: {COMMANDS[name].example}"
+    single.command(name, cls=Command, epilog=epilog)(getattr(import_module(module), function))
     return get_command(single)
 
 

@@ -47,7 +47,8 @@ def main() -> None:
 def commands(steps: int) -> dict[str, str]:
     """The command lines in order; the layout changes after two thirds of the steps."""
     common = (
-        f"--set data.train=demo/stdlib --set train.output={RUN} "
+        f"--set data.train=demo/stdlib --set train.output={RUN} --set optimizer.name=muon "
+        f"--set optimizer.lr=1e-2 --set optimizer.other.lr=3e-3 "
         f"--set train.eval_every={steps // 3} --set optimizer.decay_steps={steps}"
     )
     first = f"{common} --set train.steps={steps // 3 * 2}"
@@ -58,6 +59,7 @@ def commands(steps: int) -> dict[str, str]:
         "train": f"train tiny --nproc 2 --set parallel.tp=2 {first}",
         "resume": f"train tiny --nproc 2 --set parallel.pp=2 {common} --set train.steps={steps} "
         "--resume",
+        "plot": f"runs plot {RUN} --smooth 12 --output demo/loss.png",
         "shard": f"shard {RUN} demo/hf --to hf --verify",
         "eval": f"eval demo/hf --nproc 2 --set parallel.tp=2 --task wikitext103={HELD_OUT} "
         "--json demo/eval.json",
@@ -104,6 +106,7 @@ def results(num_steps: int) -> dict[str, str]:
         "resume": f"pp=2: loss {second[0]['loss']:.2f} -> {second[-1]['loss']:.2f}, "
         f"{speed(second)}; held out {second[-1]['valid_loss']:.2f}, a unigram model "
         f"{unigram_loss():.2f}",
+        "plot": "demo/loss.png: losses of both layouts over tokens",
         "shard": "one Hugging Face folder, logits and every bit compared",
         "eval": f"{held_out['bits_per_byte']:.2f} bits a byte of mtcli's own source, never seen",
         "generate": "40 tokens",

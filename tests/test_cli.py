@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -51,7 +52,7 @@ def _raise(error):
 @pytest.fixture
 def probed(monkeypatch):
     """The command line with one more command, `probe`, which lives in this file."""
-    command = cli.Target(f"{__name__}:probe", inspect.getdoc(probe))
+    command = cli.Target(f"{__name__}:probe", inspect.getdoc(probe), "mtcli probe")
     monkeypatch.setitem(cli.COMMANDS, "probe", command)
 
 
@@ -108,6 +109,20 @@ def test_a_command_s_purpose_is_how_its_own_help_begins_and_fits_one_line(name):
     assert inspect.getdoc(function).startswith(cli.COMMANDS[name].help)
     assert len(cli.COMMANDS[name].help) <= 60
     assert function.__name__ == name
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_s_help_ends_with_an_example_of_its_own_flags(name, capsys):
+    example = cli.COMMANDS[name].example
+    assert run([name, "--help"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-1].strip() == f"Example: {example}" and max(map(len, lines)) <= 80
+    command = cli.load(name)
+    flags = {flag for param in command.params for flag in param.opts}
+    words = shlex.split(example)
+    assert words[:2] == ["mtcli", name]
+    assert {word for word in words if word.startswith("--")} <= flags
+    assert not any("<int" in line or "<float" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -17,7 +17,7 @@ Output = Annotated[
 ]
 Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"] | None,
-    typer.Option("--precision", help="of the GEMMs [bf16 on a GPU, fp32 on a CPU]"),
+    typer.Option("--precision", help="of the GEMMs", show_default="bf16 on a GPU, fp32 on a CPU"),
 ]
 
 

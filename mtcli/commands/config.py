@@ -28,7 +28,10 @@ Names = Annotated[
 Gpus = Annotated[
     int | None,
     typer.Option(
-        min=1, max=2**20, help="show: number of devices [the fewest that hold the layout]"
+        min=1,
+        max=2**20,
+        help="show: number of devices",
+        show_default="the fewest that hold the layout",
     ),
 ]
 

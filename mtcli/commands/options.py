@@ -74,7 +74,7 @@ Overrides = Annotated[
         metavar="SECTION.FIELD=VALUE",
         default_factory=list,
         show_default=False,
-        help="set a field of the config; may be given any number of times",
+        help="set a field of the config, any number of times; `mtcli config show` lists the fields",
     ),
 ]
 

@@ -52,14 +52,16 @@ Gpus = Annotated[
     typer.Option(
         min=1,
         max=2**20,
-        help="number of devices; for a bare preset, search layouts [the fewest that hold it]",
+        help="number of devices; for a bare preset, search layouts",
+        show_default="the fewest that hold it",
     ),
 ]
 DeviceKind = Annotated[
     str | None,
     typer.Option(
-        help="kind of device, such as a100-80gb or cpu [h100 with --gpus]; its links may "
-        "follow: h100,network=ethernet-100,link=pcie-512,node=4"
+        show_default="h100 with --gpus, else cpu",
+        help="kind of device, such as a100-80gb or cpu; its links may "
+        "follow: h100,network=ethernet-100,link=pcie-512,node=4",
     ),
 ]
 Top = Annotated[
@@ -96,13 +98,15 @@ DryRunFlag = Annotated[
     ),
 ]
 Rank = Annotated[
-    int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
+    int | None,
+    typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run", show_default="the fullest"),
 ]
 Tokens = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS",
-        help="tokens of the run, such as 300e9 or 15T [its steps']: time, saves, failures, kWh",
+        help="tokens of the run, such as 300e9 or 15T: time, saves, failures, kWh",
+        show_default="those of its steps",
     ),
 ]
 Price = Annotated[

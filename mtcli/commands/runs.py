@@ -72,8 +72,8 @@ Keep = Annotated[
     typer.Option(
         min=1,
         max=10**6,
-        show_default=False,
-        help="prune: the newest checkpoints of a run that stay [its train.keep]",
+        show_default="its train.keep",
+        help="prune: the newest checkpoints of a run that stay",
     ),
 ]
 Caches = Annotated[

@@ -70,7 +70,8 @@ MaxFused = Annotated[
         metavar="B",
         min=1,
         max=10_000,
-        help="largest number of models in an array [as many as fit in memory]",
+        help="largest number of models in an array",
+        show_default="as many as fit in memory",
     ),
 ]
 Sampler = Annotated[

@@ -37,4 +37,4 @@ def save_run(target: str, data: Mapping[str, Any]) -> None:
 def save_timeline(timeline: Timeline, title: str, target: str) -> None:
     """Writes a timeline, a row per pipeline rank, with its bubble as drawn."""
     bubble = f"bubble over busy time {timeline.bubble_fraction:.1%}"
-    save(target, [charts.gantt({"": timeline})._replace(title=f"{title}: {bubble}")])
+    save(target, [charts.gantt({"": timeline})._replace(title=f"{title}\n{bubble}")])
