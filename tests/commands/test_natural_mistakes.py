@@ -33,7 +33,7 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("train tiny --set data.train=texts/a.txt", "texts/a.txt is text, and no tokenizer is known",
      "or `mtcli preprocess texts/a.txt --output"),
     ("train tiny --set data.train=pages --set data.tokenizer=bytes",
-     "pages holds no file to read, and 1 others: 1 .html", ".jsonl"),
+     "pages holds no file to read, but others: 1 .html", ".jsonl"),
     ("train tiny --set data.train=list.json", "conversations are read by a tokenizer",
      "a Hugging Face folder that has one: --init FOLDER"),
     ("train tiny --set data.train=chats.jsonl.gz --set data.format=tokens",
