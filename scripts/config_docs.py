@@ -41,7 +41,9 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
     """A table for a section, then those of the sections inside it."""
     rows, inside = [], []
     for name, field in section.model_fields.items():
-        if inner := section_at(section, [name]):
+        if path.startswith("phase.0.") and section_at(section, [name]):  # described above
+            rows.append(f"| `{name}` | table | none | {field.description} |\n")
+        elif inner := section_at(section, [name]):
             item = ".0" if field_kind(field).holds_tables else ""
             inside += sections(inner, f"{path}.{name}{item}".lstrip("."))
         else:

@@ -280,6 +280,11 @@ PACKAGE_FAULTS = [
         "at = request.sampling.seed, request.number, request.sample, len(text.ids)",
         "at = request.sampling.seed, request.number, 0, len(text.ids)",
         "core/inference/test_batching.py::test_a_text_does_not_depend_on_what_is_generated_with_it"),
+    Fault("kept: a run's first positions in the tasks of a phase", "core/inference/live_model.py",
+        "config = _of_forward_passes(self.trained.config, self.groups.layout.world)",
+        'config = vars(self).setdefault("begun", _of_forward_passes(self.trained.config, 1))',
+        "core/evaluate/test_during_training.py::test_phases_have_tasks_validation_sets_and_"
+        "best_checkpoints_across_their_boundaries"),
     Fault("off by one: a padded prompt's logits at the row's end", "core/inference/model.py",
         "(s if lengths is None else lengths) - 1", "s - 1",
         "core/inference/test_batching.py::test_texts_of_prompts_of_any_lengths_are_transformers"),
@@ -529,6 +534,18 @@ PACKAGE_FAULTS = [
         "sums[0] = sum(step.loss for step in done)",
         "core/training/test_rounds.py::test_under_a_scripted_clock_workers_do_what_the_script_"
         "says"),
+    Fault("not opened anew: validation sets of the phase before", "core/training/phase_data.py",
+        "self.train, self.valid = opened.train, opened.valid", "self.train = opened.train",
+        "core/evaluate/test_during_training.py::test_phases_have_tasks_validation_sets_and_"
+        "best_checkpoints_across_their_boundaries"),
+    Fault("goes on: a run that no longer improves, in its next phase", "core/training/loop.py",
+        "return not (stopped or ended)", "return not stopped",
+        "core/evaluate/test_during_training.py::test_a_run_that_does_not_improve_begins_no_"
+        "other_phase"),
+    Fault("swapped: an average's share of the new weights", "core/optim/weight_average.py",
+        "weights, 1.0 - self.ema)", "weights, self.ema)",
+        "commands/test_averages.py::test_the_average_moves_by_the_weights_of_each_step_from_the_"
+        "first_ones"),
     Fault("unscaled: what dropout keeps", "kernels/dropout.py",
         "columns, drop).to(y.dtype).div_(1.0 - drop).view(y.shape)",
         "columns, drop).to(y.dtype).view(y.shape)",

@@ -276,6 +276,7 @@ def _show(
 ) -> None:
     from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
     from mtcli.core.plan import tables
+    from mtcli.core.plan.budget import PHASES, phase_rows
     from mtcli.core.runtime.console import print_line, print_table, width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
@@ -288,6 +289,9 @@ def _show(
     if json_out == "-":
         return
     print_table(planned.title, ("", ""), tables.summary_rows(planned))
+    if planned.phases:
+        title = "Phases, * with the most bytes; the tables are of the run's own settings"
+        print_table(title, PHASES, phase_rows(planned.phases))
     stages = tables.stage_table(planned.prediction)
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Parameters that have no use where no checkpoint is written, and where none are compared.
-OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push", "text")
+OF_TARGETS = (
+    "to",
+    "layout",
+    "average",
+    "upcycle",
+    "force",
+    "max_shard_size",
+    "merge_lora",
+    "push",
+    "text",
+)
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 QUANTISED = "q8_0"  # a dtype of GGUF alone
 TEMPLATES = ("tokenizer.chat_template",)  # of many lines
@@ -85,6 +95,14 @@ FamilyName = Annotated[
         "first that can say the model",
     ),
 ]
+Average = Annotated[
+    str | None,
+    typer.Option(
+        metavar="K|ema",
+        help="write the mean of the weights of a run's last K checkpoints, or ema: the moving "
+        "average that it kept (train.ema)",
+    ),
+]
 MergeLora = Annotated[
     bool, typer.Option("--merge-lora", help="add a run's adapters to the weights they are for")
 ]
@@ -121,6 +139,7 @@ def shard(
     family: FamilyName = None,
     config: ModelSource = None,
     merge_lora: MergeLora = False,
+    average: Average = None,
     base: MovedBase = None,
     push: Push = None,
     text: Text = None,
@@ -166,7 +185,7 @@ def shard(
     elif verb == "verify":
         _finish(compare(opened[0], opened[1], cast, verify, nproc), json_out)
     else:
-        source = opened[0]
+        source = _averaged(opened[0], words[0], average, nproc) if average else opened[0]
         _require_adapters(source, chosen, merge_lora)
         if upcycle and chosen not in ("mtcli", "hf"):
             hint = "write a checkpoint of mtcli first, and the other format from it"
@@ -211,6 +230,31 @@ def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
         raise wrong(f"{source.folder} holds no adapters", "leave it out", flag)
     if merge and to == "peft":
         raise wrong("--merge-lora with --to peft, which has adapters alone", "one of them", "--to")
+
+
+def _averaged(source: "Checkpoint", path: str, average: str, nproc: int) -> "Checkpoint":
+    """Views a source as an average of weights. Raises MtcliError where there is none such."""
+    from mtcli.core.checkpoint.averages import mean_of, with_ema
+    from mtcli.core.checkpoint.folder import CHECKPOINTS, find_checkpoint, step_folders
+    from mtcli.core.checkpoint.opening import open_folder
+    from mtcli.core.convert.verify import verify_in_processes
+
+    if source.adapters or source.format != "mtcli":
+        what = "adapters" if source.adapters else f"a checkpoint of {source.format}"
+        hint = "leave it out; weights are averaged of runs that train all of them"
+        raise wrong(f"--average {average} of {what}", hint, "--average")
+    if average == "ema":
+        return with_ema(source)
+    folders = step_folders(Path(path) / CHECKPOINTS)
+    count = int(average) if average.isdecimal() and len(average) < 10 else 0
+    if not 2 <= count <= len(folders):
+        said = f"--average {average}, and {path} is a run of {len(folders)} checkpoints"
+        hint = f"2 to {len(folders)}" if len(folders) > 1 else "a run that keeps more: train.keep"
+        raise wrong(said, f"{hint}; or ema", "--average")
+    earlier = [open_folder(find_checkpoint(folder)) for folder in folders[-count:-1]]
+    for checkpoint in earlier:
+        verify_in_processes(checkpoint, nproc, lambda _: None)
+    return mean_of([*earlier, source])
 
 
 def _to_peft(

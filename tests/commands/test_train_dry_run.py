@@ -86,6 +86,29 @@ def test_a_dry_run_counts_the_batch_that_comes_next(home):
         assert tuple(batch.values()) == counts
 
 
+def test_a_dry_run_plans_each_phase_and_reads_the_batch_of_the_next(home):
+    """Steps 1 and 2 of 4 x 8 tokens, and 3 to 5 of 8 x 16, from the source's 64th token on."""
+    phase = ("from_tokens=64", "batch.global_batch_size=8", "batch.seq_len=16")
+    words = [word for one in phase for word in ("--set", f"phase.0.{one}")]
+    dry = ("run.toml", *words, "--set", "train.steps=5")
+    found = answered(train(home, *dry, "--dry-run", "--json", "-"))
+    planned = answered(mtcli("plan", *dry, "--device", "cpu", "--json", "-", folder=home))
+    assert found["phases"] == planned["phases"] and [p["steps"] for p in found["phases"]] == [2, 3]
+    assert found["seconds"] == sum(phase["seconds"] for phase in planned["phases"])
+    assert found["tokens"] == 2 * 32 + 3 * 128
+    assert tuple(found["batch"].values())[:3] == (0, 4, 32)
+    assert "phase 1 steps 3 to 5, 384 tokens" in train(home, *dry, "--dry-run").stdout
+    stop = ("run.toml", *words, "--set", "train.steps=2")
+    assert train(home, *stop, "--set", "train.output=cut").returncode == 0
+    on = ("cut", "--resume", "--set", "train.steps=5", "--dry-run", "--json", "-")
+    resumed = answered(train(home, *on))
+    assert [phase["steps"] for phase in resumed["phases"]] == [3]
+    assert resumed["plan"]["step_seconds"] == planned["phases"][1]["step_seconds"]
+    data = Batches([str(home / "data")], "80,20,0", "train", 24, 16, 7, None, 8, [4])
+    documents = sum(len(set(data.documents(8 + i, 1)[0, :-1].tolist())) for i in range(8))
+    assert tuple(resumed["batch"].values()) == (8, 8, 128, 0, 128, documents, None)
+
+
 def test_the_first_batch_of_conversations_shows_losses_padding_and_text(home):
     lines = [{"prompt": "ab", "completion": "c" * n} for n in (1, 2, 3, 4)]
     (home / "my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from chats import save_model
@@ -58,6 +59,28 @@ def test_a_run_on_text_is_a_run_on_what_preprocess_makes_of_it(home):
     assert again.returncode == 0 and SAID not in again.stderr, again.stderr
     said = mtcli("generate", "run", "--prompt", "Text", "--max-tokens", "2", folder=home)
     assert said.returncode == 0 and said.stdout.startswith("Text"), said.stderr
+
+
+def test_a_phase_goes_on_with_text_by_the_same_tokenizer(home):
+    shutil.copytree(home / "texts", home / "more")
+    (home / "more" / "0.txt").write_text("Other words\n" * 40)
+    later = ("data.train=texts", "phase.0.from_tokens=128", "phase.0.data.train=more")
+    done = train(home, *later, "data.tokenizer=train:300")
+    assert done.returncode == 2 and not (home / "texts.tokenized").exists()
+    assert "tokenizer='train:300' is trained on one text, and the data names 2" in done.stderr
+    made = "`mtcli preprocess texts more --output DATA --tokenizer train:300` trains one on all"
+    assert made in done.stderr
+    dry = train(home, *later, "data.tokenizer=bytes", flags=("--dry-run",))
+    assert dry.returncode == 0 and "texts: 6 files" in dry.stdout and "; more: 6" in dry.stdout
+    assert train(home, *later, "data.tokenizer=bytes").returncode == 0
+    for name in ("texts", "more"):
+        made = mtcli(
+            "preprocess", name, "--output", f"d/{name}", "--tokenizer", "bytes", folder=home
+        )
+        assert made.returncode == 0, made.stderr
+    named = ("data.train=d/texts", "phase.0.from_tokens=128", "phase.0.data.train=d/more")
+    assert train(home, *named, "train.output=other").returncode == 0
+    assert losses(home / "run") == losses(home / "other") and len(losses(home / "run")) == 3
 
 
 def test_text_is_tokenized_once_until_it_changes(home):

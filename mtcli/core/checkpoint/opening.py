@@ -37,6 +37,7 @@ from mtcli.core.checkpoint.shard_index import StoredShards
 from mtcli.core.checkpoint.torchtitan.reader import open_titan
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.phases import in_force
 from mtcli.core.parallel.collectives import first_bytes, first_value
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.together import SHARED, require_alike, together
@@ -134,7 +135,7 @@ def _open_ours(folder: Path) -> Checkpoint:
 
 def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
     """Builds a checkpoint of ours from its manifest, without opening its files."""
-    config, index = config_in(folder), manifest.index
+    config, index = in_force(config_in(folder), manifest.step), manifest.index
     tensors = {
         name: StoredTensor(
             DTYPES[tensor.dtype], tensor.shape, StoredShards(index, tensor, CODES[tensor.dtype])

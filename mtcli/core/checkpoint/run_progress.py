@@ -64,7 +64,12 @@ class SampleRecord(Section):
     sources: tuple[DatasetRecord, ...]
     skipped: tuple[SkippedBatch, ...]
     planned: Count | None = None
-    """number of samples when the run began, which decides the order of all"""
+    """number of samples when the run began, or their order, which decides that"""
+    first: Count = 0
+    """the first sample of this order, which began with a phase of other sources or another
+    seq_len"""
+    read: dict[str, Count] = {}
+    """tokens that were read of sources before this order, by `DatasetRecord.sampled`"""
     subset: str | None = None
     """hash of the members of data.subset and their weights"""
 

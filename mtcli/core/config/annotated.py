@@ -14,13 +14,14 @@ def annotated(config: RunConfig, comments: Mapping[str, str], without: Collectio
     """Returns TOML that `load_config` reads back to an equal config, apart from fields in
     `without`; these, and what TOML leaves out, stand at their section's end as comments."""
     lines_of: dict[str, list[str]] = {"": []}
-    section, written = "", set()
+    section, written = "", set[str]()
     for line in filter(None, dump_toml(config).splitlines()):
         if line.startswith("["):
-            section = line.strip("[]")
-            is_value = section in comments  # an array of tables, or a table of names
-            written |= {section} if is_value else set()
-            header = _commented(line, comments[section]) if is_value else line
+            table = line.strip("[]")
+            # A table inside one of an array stays there.
+            section = next((field for field in written if table.startswith(f"{field}.")), table)
+            written |= {section} & comments.keys()  # an array of tables, or a table of names
+            header = _commented(line, comments[table]) if table in comments else line
             lines_of.setdefault(section, []).extend(["", header])
             continue
         field = f"{section}.{line.partition(' = ')[0]}".lstrip(".")

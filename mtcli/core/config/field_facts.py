@@ -52,7 +52,8 @@ def explain(name: str) -> list[FieldFacts]:
 
     Raises MtcliError with the nearest names for any other.
     """
-    fields = [field for field in all_fields() if field == name or field.startswith(f"{name}.")]
+    names = all_fields(with_repeated=True)
+    fields = [field for field in names if field == name or field.startswith(f"{name}.")]
     if fields:
         return [_facts(field) for field in fields]
     if name == "model.preset":

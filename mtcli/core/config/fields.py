@@ -173,9 +173,11 @@ def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseMod
 
 
 def table_header(path: str) -> str:
-    """Returns the TOML header of the section at a path: [model], or [[eval]] for eval.0."""
-    name, _, number = path.rpartition(".")
-    return f"[[{name}]]" if number.isdecimal() else f"[{path}]"
+    """Returns the TOML header of the section at a path: [model], [[eval]] for eval.0, and
+    [phase.batch] for phase.0.batch."""
+    keys = path.split(".")
+    name = ".".join(key for key in keys if not key.isdecimal())
+    return f"[[{name}]]" if keys[-1].isdecimal() else f"[{name}]"
 
 
 def _is_section(kind: Any) -> bool:

@@ -22,6 +22,7 @@ from mtcli.core.config.fields import (
 )
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.nameable import CONFIGS, download, near_path
+from mtcli.core.config.phases import with_steps_of_tokens
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
@@ -33,6 +34,7 @@ FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from wh
     "head_dim": ("num_heads", "hidden_size"),
     "ffn_hidden_size": ("hidden_size", "moe_ffn_hidden_size"),
 }
+LENGTHS = {"train.steps", "train.tokens", "train.epochs"}  # of which one sets that of a run
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
 
@@ -64,7 +66,7 @@ def read_config(
 def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     """Reads the table of a TOML file, run folder or preset, with overrides.
 
-    An override of steps replaces the table's epochs, and one of epochs its steps. A shorter run
+    An override of steps, tokens or epochs replaces what else sets the table's length. A shorter run
     also shortens the warm-up, unless that is overridden. An override of the head or of the data's
     format drops the settings that followed from the previous one.
     """
@@ -72,10 +74,9 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     table = with_overrides(base, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
     table = _of_other_data(base, table, fields)
-    if "train.steps" in fields and "train.epochs" not in fields:
-        table = _without(table, ["train", "epochs"])
-    if "train.epochs" in fields and "train.steps" not in fields:
-        table = _without(table, ["train", "steps"])
+    if named := fields & LENGTHS:
+        for name in LENGTHS - named:
+            table = _without(table, name.split("."))
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
             case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
@@ -143,7 +144,7 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     table, more = _with_architecture(table)
     problems += more
     try:
-        return RunConfig.model_validate(table), problems
+        return _with_length(RunConfig.model_validate(table), problems)
     except ValidationError as error:
         causes, remaining = _causes(error.errors(), table), table
         problems += [_problem(detail) for detail in causes[:MAX_PROBLEMS]]
@@ -155,9 +156,19 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
             if _no_whole_heads(detail):
                 remaining = _with(remaining, keys, USUAL_HEAD_DIM)
     try:
-        return RunConfig.model_validate(remaining), problems
+        return _with_length(RunConfig.model_validate(remaining), problems)
     except ValidationError:
         return None, problems
+
+
+def _with_length(config: RunConfig, problems: list[Problem]) -> tuple[RunConfig, list[Problem]]:
+    """Sets the steps of train.tokens, and adds the problem of other steps that are set too."""
+    given, config = config.train, with_steps_of_tokens(config)
+    if given.tokens and "steps" in given.model_fields_set and given.steps != config.train.steps:
+        message = f"tokens={given.tokens} are {config.train.steps} steps, and train.steps="
+        problem = Problem(f"{message}{given.steps}", "set one of them", "train.tokens")
+        return config, [*problems, problem]
+    return config, problems
 
 
 def dump_toml(config: RunConfig) -> str:
@@ -165,6 +176,7 @@ def dump_toml(config: RunConfig) -> str:
     import tomlkit
 
     left_out: dict[str, Any] = {"optimizer": config.optimizer.implied}
+    left_out |= {"train": {"steps"}} if config.train.tokens else {}
     for name, field in RunConfig.model_fields.items():
         if field_kind(field).holds_tables and not getattr(config, name):
             left_out[name] = True  # as `name = []` another [[name]] could not follow
@@ -332,9 +344,12 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 
 
 @cache
-def all_fields() -> tuple[str, ...]:
-    """Lists the fields that hold a value, as section.name."""
-    return tuple(_leaves(RunConfig, ""))
+def all_fields(with_repeated: bool = False) -> tuple[str, ...]:
+    """Lists the fields that hold a value, as section.name; those that a phase sets again, such as
+    phase.batch.seq_len, on demand."""
+    fields = tuple(_leaves(RunConfig, ""))
+    repeated = set() if with_repeated else {f"phase.{field}" for field in fields}
+    return tuple(field for field in fields if field not in repeated)
 
 
 def value_named(word: str) -> str:
@@ -360,17 +375,18 @@ def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _with(table: Any, keys: list[str], value: Any) -> Any:
-    """Copies a table, or an array of tables, with the value at a path of names and of numbers.
+    """Copies a table, or an array of tables, with the value at a path of names and of numbers; the
+    number after the last one adds a table.
 
     Raises TypeError where the path leads into another value.
     """
-    if isinstance(table, list) and keys[0].isdecimal() and int(keys[0]) < len(table):
+    if isinstance(table, list) and keys[0].isdecimal() and int(keys[0]) <= len(table):
         numbered = dict(zip(map(str, range(len(table))), table, strict=True))
         return list(_with(numbered, [str(int(keys[0])), *keys[1:]], value).values())
     if not isinstance(table, dict):
         raise TypeError
     if len(keys) > 1:
-        value = _with(table.get(keys[0], {}), keys[1:], value)
+        value = _with(table.get(keys[0], [] if keys[1].isdecimal() else {}), keys[1:], value)
     return table | {keys[0]: value}
 
 

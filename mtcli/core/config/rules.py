@@ -29,6 +29,7 @@ from mtcli.core.config.layout_rules import (
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets, saved_modules
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
+from mtcli.core.config.phases import PhaseSpan, begins_curve, phases_of
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync_rules import READ_BY, SYNC_RULES
@@ -614,6 +615,67 @@ def _rope_scaling_fits_heads(config: RunConfig, world: int) -> Iterator[Problem]
         yield Problem(message, "more dimensions that rotate", "model.rope_scaling.kind")
 
 
+def _phases_follow(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that phases are of tokens, in order, and that each has a step in the run's length."""
+    if not (config.phase or config.train.tokens):
+        return
+    what = f"{len(config.phase)} phases" if config.phase else f"train.tokens={config.train.tokens}"
+    field = "phase" if config.phase else "train.tokens"
+    d = config.data
+    for refused, setting, cure in (
+        (d.format != "tokens", f"data.format={d.format!r}", "data.format = 'tokens'"),
+        (config.model.head != "lm", f"model.head={config.model.head!r}", "model.head = 'lm'"),
+        (bool(d.subset), "data.subset", "no data.subset"),
+        (config.sync.asynchronous, "sync.asynchronous=true", "sync.asynchronous = false"),
+    ):
+        if refused:
+            yield Problem(f"{what} with {setting}, whose rows are no run of tokens", cure, field)
+    starts = [phase.from_tokens for phase in config.phase]
+    for number, (first, second) in enumerate(zip(starts, starts[1:], strict=False), 1):
+        if second <= first:
+            message = f"from_tokens={second} is not above the {first} of the phase before"
+            yield Problem(message, f"{first + 1} or more", f"phase.{number}.from_tokens")
+            return
+    for span in phases_of(config)[1:-1]:
+        if not span.steps and span.last_step < config.train.steps:
+            message = f"from_tokens={starts[span.number - 1]}, and the next phase's "
+            message += f"{starts[span.number]}: no step of {span.config.batch.tokens_per_step} "
+            hint = "phases further apart, or one of them left out"
+            yield Problem(f"{message}tokens is between", hint, f"phase.{span.number - 1}")
+
+
+def _phases_keep_rules(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the config of each phase by all other rules, but for what the run's own breaks."""
+    if not config.phase:
+        return
+    first, *later = phases_of(config)
+    rules = [rule for rule in RULES if rule not in (_phases_follow, _phases_keep_rules)]
+    said = set(_broken(rules, first.config, world))
+    for span in later:
+        number = span.number - 1
+        for problem in [*_broken(rules, span.config, world), *_phase_fits_model(span, first)]:
+            if problem not in said:
+                said.add(problem)
+                yield problem._replace(field=f"phase.{number}.{problem.field}")
+        warmup, steps = span.config.optimizer.warmup_steps, span.curve[1]
+        if begins_curve(config.phase[number]) and span.steps and warmup > steps:
+            message = f"warmup_steps={warmup} is above the {steps} steps of its curve"
+            field = f"phase.{number}.optimizer.warmup_steps"
+            yield Problem(message, f"0 to {steps}", field)
+
+
+def _phase_fits_model(span: PhaseSpan, first: PhaseSpan) -> Iterator[Problem]:
+    """Checks that a phase leaves the model's weights, and what blocks are built with."""
+    new, old = span.config.model, first.config.model
+    if new.position == "learned" and new.max_seq_len != old.max_seq_len:
+        message = f"max_seq_len={new.max_seq_len} of learned positions, and the table has "
+        hint = "model.max_seq_len of the longest phase from the start"
+        yield Problem(f"{message}{old.max_seq_len}", hint, "model.max_seq_len")
+    if new.mla and new.rope_scaling != old.rope_scaling:
+        message = "another rope_scaling with model.mla, whose blocks are built with it"
+        yield Problem(message, "set it from the start", "model.rope_scaling")
+
+
 FORMATS = {  # by head
     "lm": ("tokens", "conversations"),
     "mlm": ("tokens",),
@@ -705,6 +767,7 @@ NEEDS = (
         ("conversations", *HEAD_OF_FORMAT),
         "whose length is in steps and which has no lines to read",
     ),
+    Need(("train.ema",), "sync.method", ("all_reduce",), "whose replicas may have other weights"),
     Need(
         ("lora.alpha", "lora.dropout", "lora.targets", "lora.modules_to_save"),
         "lora.rank",
@@ -799,6 +862,8 @@ RULES: tuple[Rule, ...] = (
     _fp8_has_gemms,
     *OF_DATA,
     _trackers_differ,
+    _phases_follow,
+    _phases_keep_rules,
 )
 
 # Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike;

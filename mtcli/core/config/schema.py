@@ -22,7 +22,7 @@ from mtcli.core.config.fields import (
     Section,
     Whole,
 )
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import ModelConfig, RopeScaling
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
@@ -31,6 +31,7 @@ HEAD_OF_FORMAT = {"race": "multiple_choice", "classification": "classification"}
 SAVING_SHARE = 0.01  # of a run's time, that saves by time may take at most
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
+Tokens = Annotated[Int, Field(ge=0, le=10**18)]
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Epsilon = Annotated[Real, Field(ge=1e-30, le=1.0)]
@@ -41,6 +42,7 @@ OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
 Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]
 Triple = tuple[Coefficient, Coefficient, Coefficient]
 NsSchedule = Literal["jordan", "quintic5", "polar_express"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 LossOn = Literal["assistant", "last", "all"]
 # Files of conversations by their names, without the suffix of a compression.
 CHAT_FILE = re.compile(r".\.(?:parquet|(?:jsonl|ndjson|json)(?:\.gz|\.zst|\.xz|\.bz2)?)$")
@@ -203,7 +205,7 @@ class OptimizerConfig(Section):
     """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
     clip: Annotated[Real, Field(ge=0.0, le=1e9)] = 1.0
     """largest global gradient norm; 0 does not clip"""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: Schedule = "cosine"
     """shape of the decay after the warm-up"""
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
@@ -280,7 +282,7 @@ class DataConfig(Section):
         return self.valid if isinstance(self.valid, dict) else {"": self.valid}
 
     @property
-    def words_by_field(self) -> Mapping[str, tuple[str, ...]]:
+    def words_by_field(self) -> dict[str, tuple[str, ...]]:
         """The words of `train` and of each validation set by field, such as data.valid.wiki;
         without what is not set."""
         valid = {f"data.valid.{name}": words for name, words in self.valid_sets.items() if name}
@@ -314,6 +316,8 @@ class TrainConfig(Section):
 
     steps: Positive = 100
     """optimizer steps"""
+    tokens: Tokens = 0
+    """train on so many tokens, which set steps; 0 counts steps"""
     epochs: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """other formats than tokens: passes over the data, which set steps [1 without steps]"""
     init: PathText | None = None
@@ -330,6 +334,8 @@ class TrainConfig(Section):
     """number format; fp8 is for GEMMs, beside bf16. Master weights are fp32 or wider"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """number format of the optimizer's moments; bf16: adamw and muon, betas up to 0.996"""
+    ema: Fraction = 0.0
+    """decay of an average of the weights, kept in fp32 and saved beside them; 0 keeps none"""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """number format of sums of gradients; bf16: adamw and muon, precision bf16 or fp8"""
     fp8_scaling: Fp8Scaling = "rowwise"
@@ -406,6 +412,61 @@ class EvalConfig(Section):
     """items of each kind; 0 all"""
 
 
+class PhaseBatch(Section):
+    """Sizes of a step from a phase on."""
+
+    seq_len: Positive | None = None
+    """batch.seq_len; texts are cut anew, and each source goes on at its tokens [as before]"""
+    micro_batch_size: Positive | None = None
+    """batch.micro_batch_size [as before]"""
+    global_batch_size: Positive | None = None
+    """batch.global_batch_size [as before]"""
+
+
+class PhaseOptimizer(Section):
+    """A learning-rate curve that begins with a phase, and ends where the next one begins."""
+
+    lr: Rate | None = None
+    """optimizer.lr [as before]"""
+    min_lr: Rate | None = None
+    """optimizer.min_lr [as before]"""
+    schedule: Schedule | None = None
+    """optimizer.schedule [as before]"""
+    warmup_steps: Whole | None = None
+    """optimizer.warmup_steps, of this curve [0]"""
+    decay_steps: Whole | None = None
+    """optimizer.decay_steps, of this curve [all left]"""
+
+
+class PhaseData(Section):
+    """The sources of tokens from a phase on."""
+
+    train: Sources | None = None
+    """data.train; a source that was read before goes on where it was [as before]"""
+
+
+class PhaseModel(Section):
+    """Rotary positions from a phase on, and the length that the model is known by."""
+
+    max_seq_len: Positive | None = None
+    """model.max_seq_len, of rotary positions [as before]"""
+    rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] | None = None
+    """model.rope_theta [as before]"""
+    rope_scaling: RopeScaling | None = None
+    """model.rope_scaling [as before]"""
+
+
+class PhaseConfig(Section):
+    """Settings from a number of tokens on, each by its own name; the others stay as before."""
+
+    from_tokens: Annotated[Int, Field(ge=1, le=10**18)]
+    """tokens trained on, from which on it holds: at the first step that begins with as many"""
+    batch: PhaseBatch | None = None
+    optimizer: PhaseOptimizer | None = None
+    data: PhaseData | None = None
+    model: PhaseModel | None = None
+
+
 class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same curve on any layout."""
 
@@ -419,6 +480,8 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
+    phase: tuple[PhaseConfig, ...] = ()
+    """settings that change after some tokens, in order"""
     eval: tuple[EvalConfig, ...] = ()
     """tasks that are evaluated while the run trains"""
 
@@ -426,6 +489,16 @@ class RunConfig(Section):
     def data_seed(self) -> int:
         """The key of the order of the data."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def words_by_field(self) -> dict[str, tuple[str, ...]]:
+        """The words of the data by field, with those of phases: phase.0.data.train."""
+        of_phases = {
+            f"phase.{number}.data.train": phase.data.train
+            for number, phase in enumerate(self.phase)
+            if phase.data and phase.data.train
+        }
+        return self.data.words_by_field | of_phases
 
     def validating(self, name: str) -> "RunConfig":
         """Returns the config with one of its validation sets as the only one."""

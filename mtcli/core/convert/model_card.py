@@ -10,6 +10,7 @@ from typing import Any
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.run_progress import progress_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted
 from mtcli.core.mesh.parameters import count_active, count_parameters
@@ -28,7 +29,12 @@ def model_card(source: Checkpoint, repository: str) -> str:
     lines += ["Trained and converted with mtcli.", "", "## Model", ""]
     lines += _table(("field", "value"), _sizes(source))
     if source.config is not None:
-        lines += ["", "## Training", "", *_table(("field", "value"), _training(source.config))]
+        lines += [
+            "",
+            "## Training",
+            "",
+            *_table(("field", "value"), _training(source, source.config)),
+        ]
     if losses := losses_of(source):
         rows = [(f"{step:,}", f"{loss:.4f}", _shown(valid)) for step, loss, valid in losses]
         lines += ["", "## Losses", "", *_table(("step", "loss", "validation"), rows)]
@@ -109,9 +115,10 @@ def _sizes(source: Checkpoint) -> list[tuple[str, str]]:
     return [*rows, ("context", f"{model.max_seq_len:,}"), ("vocabulary", f"{model.vocab_size:,}")]
 
 
-def _training(config: RunConfig) -> list[tuple[str, str]]:
+def _training(source: Checkpoint, config: RunConfig) -> list[tuple[str, str]]:
     batch, optimizer, train = config.batch, config.optimizer, config.train
-    tokens = train.steps * batch.global_batch_size * batch.seq_len
+    record = progress_of(source).samples
+    tokens = record.tokens if record else train.steps * batch.tokens_per_step
     names = [word if is_hub(word) else Path(word).name for word in config.data.train]
     rows = [("data", ", ".join(names)), ("steps", f"{train.steps:,}"), ("tokens", f"{tokens:,}")]
     rows.append(("batch", f"{batch.global_batch_size} sequences of {batch.seq_len:,}"))

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.phases import phase_after, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.best_fit import PackedConversations, open_conversations
 from mtcli.core.data.documents import Reading, Text, read_documents
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.indexed import describe
-from mtcli.core.data.loader import require_named
+from mtcli.core.data.loader import SampleOrder, require_named
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.subset import require_subset, token_batches
 
@@ -40,7 +41,7 @@ def explain_step(
     is_chat = config.data.format == "conversations"
     if is_chat:
         config = with_steps(config, tokenizer)
-    steps, size = config.train.steps, config.batch.global_batch_size
+    steps, phase = config.train.steps, phase_after(phases_of(config), step)
     if not 1 <= step <= steps:
         raise wrong(f"step {step} of a run of {steps} steps", f"1 to {steps}", "--step")
     if config.model.head != "lm" or config.data.format not in ("tokens", "conversations"):
@@ -51,12 +52,15 @@ def explain_step(
     if config.data.reselect_every:
         said = f"reselect_every={config.data.reselect_every} chooses by weights that have gone"
         raise wrong(said, "documents of steps are known of one data.subset", "data.reselect_every")
-    samples_of_step = range((step - 1) * size, step * size)
+    if phase.samples[0]:
+        said = f"step {step} is of phase {phase.number}, whose sources go on where others left them"
+        raise wrong(said, f"a step up to {phase_after(phases_of(config), 1).last_step}", "--step")
+    samples_of_step = range(phase.samples_before(step - 1), phase.samples_before(step))
     if is_chat:
         return _examples(open_conversations(config, tokenizer), samples_of_step)
     subset = require_subset(config)
-    batches = token_batches(config, "train", subset, steps * size, planned)
-    samples = batches.sample_ids(samples_of_step.start, size)
+    batches = token_batches(config, "train", subset, SampleOrder(0, phase.samples[1], planned))
+    samples = batches.sample_ids(samples_of_step.start, len(samples_of_step))
     sequences_of: dict[str, set[int]] = defaultdict(set)
     for sample in samples:
         sequences_of[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
@@ -65,7 +69,10 @@ def explain_step(
     for number, sample in zip(samples_of_step, samples, strict=True):
         for sequence, offset, tokens in sample.spans:
             name = names[sample.prefix].get(sequence, Named(None, None))
-            origin = {"sample": number, "source": name.source or Path(sample.prefix).name}
+            origin = {
+                "sample": number,
+                "source": name.source or Path(sample.prefix).name,
+            }
             span = {"offset": offset, "tokens": tokens}
             spans.append(
                 origin | {"data": sample.prefix, "document": sequence, "id": name.id} | span

@@ -38,6 +38,15 @@ class SampleId(NamedTuple):
     spans: tuple[tuple[int, int, int], ...]
 
 
+class SampleOrder(NamedTuple):
+    """The samples first .. end - 1 of a run, which have one order."""
+
+    first: int
+    end: int
+    planned: int | None = None  # their number when the run began, which decides the order
+    read: Sequence[int] = ()  # samples of each dataset before them; none: 0
+
+
 class RunData(Protocol):
     """The samples of a run by global id, and the datasets that they come from: none by default."""
 
@@ -102,7 +111,7 @@ class _Dataset(NamedTuple):
 class _Segments(NamedTuple):
     """The token ranges that, concatenated, are the samples of a window."""
 
-    first: int  # the global id of the window's first sample
+    first: int  # the window's first sample, by its place among those of a `Batches`
     bounds: list[int]  # [samples + 1]: which segments are sample k's
     dataset: list[int]
     sequence: list[int]
@@ -122,34 +131,45 @@ class Batches:
         seq_len: int,
         seed: int,
         planned: int | None = None,
+        first: int = 0,
+        read: Sequence[int] = (),
     ) -> None:
         """Opens the blend that `paths` name; `split` is like "969,30,1", as in Megatron's flags.
 
         `planned` is the number of samples when the run began, which decides their order (None:
-        `num_samples`). Raises MtcliError where a file is missing or wrong, or the split owns no
-        tokens.
+        `num_samples`). The first one has the global id `first`, and each dataset begins after the
+        samples of it that were `read` before (0). Raises MtcliError where a file is missing or
+        wrong, or the split owns no tokens.
         """
-        self.seq_len, self.num_samples = seq_len, num_samples
+        self.seq_len, self.num_samples, self.first = seq_len, num_samples, first
         self.planned = num_samples if planned is None else planned
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         owned = [_owned(data, split, which) for data in indexed]
         self.tokens = [data.tokens_of(part) for data, part in zip(indexed, owned, strict=True)]
-        weights, first = _plan(blend, self.tokens, self.planned, seq_len)
+        weights, first_sizes = _plan(blend, self.tokens, self.planned, seq_len)
         _require_memory(max(num_samples, self.planned))
-        sizes = first
+        sizes = first_sizes
         if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
             shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
             sizes = shares or [num_samples]
+        self.read = list(read) or [0] * len(indexed)
+        first_sizes, sizes = (
+            [size + begin for size, begin in zip(part, self.read, strict=True)]
+            for part in (first_sizes, sizes)
+        )
         self._datasets = [
             _Dataset(data, cached_samples(data, part, size, seq_len, seed, planned_size))
-            for data, part, size, planned_size in zip(indexed, owned, sizes, first, strict=True)
+            for data, part, size, planned_size in zip(
+                indexed, owned, sizes, first_sizes, strict=True
+            )
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
 
     def __len__(self) -> int:
-        return self.num_samples
+        """One more than the last sample's global id."""
+        return self.first + self.num_samples
 
     def batch(self, start: int, count: int) -> np.ndarray:
         """Reads samples start .. start + count - 1: int64 [count, seq_len + 1]."""
@@ -200,10 +220,10 @@ class Batches:
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts the samples start .. stop - 1 by dataset."""
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        assert self.first <= start <= stop <= len(self), (self.first, start, stop, len(self))
         if self._order is None:
             return [stop - start]
-        owners = self._order.owner[start:stop]
+        owners = self._order.owner[start - self.first : stop - self.first]
         return list(np.bincount(owners, minlength=len(self._datasets)).tolist())
 
     def _sample_id(self, number: int) -> SampleId:
@@ -219,13 +239,13 @@ class Batches:
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
         """Lists the windows that hold samples start .. start + count - 1, and the range of segments
         in each."""
-        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
-        windows = []
+        assert self.first <= start <= start + count <= len(self), (self.first, start, count)
+        start, windows = start - self.first, []
         while count > 0:
             window = self._window
             if window is None or start // WINDOW * WINDOW != window.first:
                 first = start // WINDOW * WINDOW
-                window = self._segments(first, min(WINDOW, len(self) - first))
+                window = self._segments(first, min(WINDOW, self.num_samples - first))
                 self._window = window
             begin = start - window.first
             end = min(begin + count, len(window.bounds) - 1)
@@ -234,7 +254,7 @@ class Batches:
         return windows
 
     def _segments(self, first: int, count: int) -> _Segments:
-        """Builds the segments of `count` samples from global id `first` on."""
+        """Builds the segments of `count` samples from the `first` one of these on."""
         if self._order is None:
             owner, sample = np.zeros(count, np.int16), np.arange(first, first + count)
         else:
@@ -243,7 +263,8 @@ class Batches:
         for number, dataset in enumerate(self._datasets):
             positions = np.flatnonzero(owner == number)
             if len(positions):
-                pieces.append(_spans(dataset, number, positions, sample[positions]))
+                ids = self.read[number] + sample[positions]
+                pieces.append(_spans(dataset, number, positions, ids))
         joined = np.concatenate(pieces, axis=1)
         if len(pieces) > 1:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
@@ -352,7 +373,7 @@ def require_data(config: RunConfig) -> None:
     require_named(data)
     if data.format != "tokens":  # conversations are read before a run is planned, examples in it
         return
-    opened = (partial(open_blend, words, field) for field, words in data.words_by_field.items())
+    opened = (partial(open_blend, words, field) for field, words in config.words_by_field.items())
     for blend, _ in collect_errors(*opened):
         require_stated_ids(blend.prefixes, config.model.vocab_size)
 

@@ -20,7 +20,7 @@ from mtcli.core.config.fields import Count, Positive, Section
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import load_json
 from mtcli.core.data.blend import chosen, split_range
-from mtcli.core.data.loader import Batches, SampleId, open_blend, token_files
+from mtcli.core.data.loader import Batches, SampleId, SampleOrder, open_blend, token_files
 from mtcli.core.runtime.atomic_writes import aside
 
 FIELD = "data.subset"
@@ -350,19 +350,19 @@ def token_batches(
     config: RunConfig,
     which: Which,
     subset: Subset | None,
-    num_samples: int,
-    planned: int | None = None,
+    order: SampleOrder,
     check: Callable[[TokenSequences], None] = lambda sequences: None,
 ) -> Batches | SubsetBatches:
-    """Opens `num_samples` samples of a run's token data, or of its subset, whose sequences must
-    pass `check`; see `Batches`."""
+    """Opens samples of a run's token data, or of its subset, whose sequences must pass `check`; see
+    `Batches`."""
     paths, split = chosen(config.data, which)
     size, seed = config.batch.seq_len, config.data_seed
     if subset is not None:
         sequences = TokenSequences(paths, split, size, which)
         check(sequences)
-        return SubsetBatches(sequences, subset, num_samples, seed)
-    return Batches(paths, split, which, num_samples, size, seed, planned)
+        return SubsetBatches(sequences, subset, order.end, seed)
+    first, end, planned, read = order
+    return Batches(paths, split, which, end - first, size, seed, planned, first, read)
 
 
 def subset_facts(subset: Subset) -> dict[str, Any]:

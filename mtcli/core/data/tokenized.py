@@ -109,12 +109,13 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
     """Finds the text that a language model's data names. `tokenizer` is that of the initial
     weights, for configs without data.tokenizer.
 
-    Raises MtcliError where there is no tokenizer, or a folder has no text.
+    Raises MtcliError where there is no tokenizer, where one would be trained on each of several
+    texts, and where a folder has no text.
     """
     data = config.data
     if data.format != "tokens" or config.model.head != "lm":
         return []
-    words = [word for blend in data.words_by_field.values() for word in read_blend(blend)[0]]
+    words = [word for blend in config.words_by_field.values() for word in read_blend(blend)[0]]
     texts = [word for word in dict.fromkeys(words) if is_text(word)]
     spec = data.tokenizer or str(tokenizer or "")
     if texts and not spec:
@@ -125,6 +126,10 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
         if any(map(CHAT_FILE.search, texts)):
             hint += '; conversations are read with data.format = "conversations"'
         raise wrong(f"{texts[0]} is text, and no tokenizer is known", hint, "data.train")
+    if len(texts) > 1 and spec.startswith(TRAIN):
+        message = f"tokenizer={spec!r} is trained on one text, and the data names {len(texts)}"
+        hint = f"`mtcli preprocess {' '.join(texts)} --output DATA --tokenizer {spec}` trains one "
+        raise wrong(message, f"{hint}on all, then data.tokenizer=DATA.tokenizer", "data.tokenizer")
     return collect_errors(*(partial(_text_data, word, spec) for word in texts))
 
 

@@ -67,14 +67,13 @@ def _is_default(source: str | Table, overrides: Sequence[str]) -> bool:
 def _largest(config: RunConfig, used: bool = False) -> int | None:
     """Returns the largest vocabulary of the data's tokenizers, or of the ids that are `used`; None
     for other formats than tokens, or where a dataset does not state it."""
-    data = config.data
-    if data.format != "tokens" or not data.train:
+    if config.data.format != "tokens" or not config.data.train:
         return None
     from mtcli.core.data.indexed import max_token_id, tokenizer_size  # numpy, for no plan
 
     sizes = []
     for prefix in (
-        prefix for blend in data.words_by_field.values() for prefix in read_blend(blend)[0]
+        prefix for blend in config.words_by_field.values() for prefix in read_blend(blend)[0]
     ):
         largest = max_token_id(prefix) if used else None
         sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)

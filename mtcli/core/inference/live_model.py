@@ -42,12 +42,17 @@ class LiveModel:
         if layout != groups.layout:
             recorder = groups.world.recorder
             groups = make_groups(layout, groups.rank, groups.device, groups.timeout, recorder)
-        stages = build_stages(config, groups)
-        self.parameters = [pair for stage in stages.values() for pair in stage.named_parameters()]
-        self.model = InferenceModel(config, groups, stages)
+        self.groups, self.stages = groups, build_stages(config, groups)
+        self.parameters = [p for stage in self.stages.values() for p in stage.named_parameters()]
         for _, parameter in self.parameters:
             parameter.requires_grad_(False)
         self._clear()
+
+    @property
+    def model(self) -> InferenceModel:
+        """The model as the run has it now: a phase may change its positions."""
+        config = _of_forward_passes(self.trained.config, self.groups.layout.world)
+        return InferenceModel(config, self.groups, self.stages)
 
     @contextmanager
     def weights(self) -> Iterator[InferenceModel]:

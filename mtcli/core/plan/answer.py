@@ -16,12 +16,13 @@ from mtcli.core.config.loading import (
     validate,
     with_overrides,
 )
+from mtcli.core.config.phases import phases_of, tokens_of, with_steps_of_tokens
 from mtcli.core.config.rules import lasting_problems, refusal
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.parameters import pattern_problems
-from mtcli.core.plan.budget import Goal, RunTotals, budget_of
+from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals, budget_of
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.interruptions import Assumed, read_assumed
 from mtcli.core.plan.predict import Prediction, predict_workload
@@ -78,6 +79,13 @@ class PlanAnswer:
     tried: int = 0  # layouts of a search that found none to fit
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
+    phases: tuple[PhasePlan, ...] = ()  # that have steps; none of a run without [[phase]]
+
+    @property
+    def fullest(self) -> Prediction:
+        """The prediction with the most bytes of a rank: of the largest phase."""
+        phases = (one.prediction for one in self.phases)
+        return max((self.prediction, *phases), key=lambda p: p.memory.total)
 
     @property
     def title(self) -> str:
@@ -113,7 +121,7 @@ class PlanAnswer:
 
     def require_fit(self) -> None:
         """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""
-        p = self.prediction
+        p = self.fullest
         if not p.fits:
             need, have = gib(p.memory.total), gib(p.device.usable_bytes)
             capacity = gib(p.device.memory_bytes)
@@ -192,9 +200,12 @@ def with_run(
         goal == "time" and not assume and (tokens, price) == (None, None)
     ):
         return request
-    train, batch = request.config.train, request.config.batch
-    total = total or train.steps * batch.global_batch_size * batch.seq_len
-    return replace(request, budget=RunTotals(total, price, train, assumed))
+    config = request.config
+    if config.phase and total:
+        train = config.train.model_copy(update={"tokens": round(total)})
+        config = with_steps_of_tokens(config.model_copy(update={"train": train}))
+    budget = RunTotals(total or tokens_of(config), price, config.train, assumed)
+    return replace(request, config=config, budget=budget)
 
 
 def read_tokens(text: str) -> float:
@@ -250,10 +261,29 @@ def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estima
             found = _answer(request, top, rehearse)
         else:
             found = _cheapest(request, top or DEFAULT_TOP, rehearse)
-        return replace(found, budget=request.budget)
+        phases = _phases(found, rehearse)
+        budget = request.budget and request.budget._replace(phases=phases)
+        return replace(found, budget=budget, phases=phases)
     except MtcliError as error:  # the rules are those of every command, and name its flag
         shown = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
         raise MtcliError(*shown, code=error.code, hint=error.hint) from None
+
+
+def _phases(found: PlanAnswer, rehearse: Rehearse) -> tuple[PhasePlan, ...]:
+    """The cost of each phase on the layout of an answer."""
+    spans = [span for span in phases_of(found.config) if span.steps]
+    if not found.config.phase:
+        return ()
+    p = found.prediction
+    plans = [
+        (span.config, predict_workload(Workload.of(span.config, p.work.layout.world), p.device))
+        for span in spans
+    ]
+    predictions = rehearse(plans)
+    return tuple(
+        PhasePlan(span.number, span.steps, one)
+        for span, one in zip(spans, predictions, strict=True)
+    )
 
 
 def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
@@ -272,7 +302,8 @@ def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
 
     def hours(one: PlanAnswer) -> float:
         assert request.budget is not None, request.goal
-        return budget_of(one.prediction, request.budget)["gpu_hours"]["planned"] or inf
+        budget = request.budget._replace(phases=_phases(one, rehearse))
+        return budget_of(one.prediction, budget)["gpu_hours"]["planned"] or inf
 
     best = min(fitting, key=hours)
     counts = ", ".join(str(one.prediction.work.layout.world) for one in fitting)

@@ -5,10 +5,12 @@ limit, which training keeps them close to, times the building's share; hosts and
 it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.config.schema import TrainConfig
 from mtcli.core.plan.certainty import step_range
+from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.interruptions import (
     DAY,
     MINUTE,
@@ -23,6 +25,57 @@ Goal = Literal["time", "money", "energy"]  # what a search minimises
 HOUR = 3600.0
 
 
+class PhasePlan(NamedTuple):
+    """The cost of a step of a phase, of which the run makes `steps`."""
+
+    number: int  # 0: the run's own tables
+    steps: float
+    prediction: Prediction
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of the phase."""
+        return self.steps * self.prediction.work.tokens_per_step
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of its steps."""
+        return self.steps * self.prediction.step_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of the phase for `plan --json`."""
+        return {
+            "phase": self.number,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "step_seconds": self.prediction.step_seconds,
+            "memory_bytes": round(self.prediction.memory.total),
+            "fits": self.prediction.fits,
+        }
+
+
+PHASES = ("phase", "steps", "tokens", "batch", "bytes per rank", "s/step", "hours")
+
+
+def phase_rows(phases: Sequence[PhasePlan]) -> list[list[str]]:
+    """Rows of the table of phases, and of all of them; * marks the one with the most bytes."""
+    fullest = max(phases, key=lambda one: one.prediction.memory.total)
+    rows = []
+    for one in phases:
+        p, work = one.prediction, one.prediction.work
+        memory = gib(p.memory.total) + " *" * (one is fullest)
+        sizes = f"{work.global_batch_size:,} x {work.seq_len:,}"
+        row = [str(one.number), f"{one.steps:,}", f"{one.tokens:,}", sizes, memory]
+        rows.append([*row, f"{p.step_seconds:.4g}", f"{one.seconds / HOUR:.4g}"])
+    steps, tokens, seconds = (
+        sum(getattr(one, name) for one in phases) for name in ("steps", "tokens", "seconds")
+    )
+    most = gib(fullest.prediction.memory.total)
+    rows.append(["all", f"{steps:,}", f"{tokens:,}", "", most, "", f"{seconds / HOUR:.4g}"])
+    return rows
+
+
 class RunTotals(NamedTuple):
     """The tokens of a run and how it saves, the price of an hour of one device in any currency,
     and what is assumed of its cluster."""
@@ -31,18 +84,26 @@ class RunTotals(NamedTuple):
     price: float | None = None
     train: TrainConfig = TrainConfig()
     assumed: Assumed = Assumed()
+    phases: tuple[PhasePlan, ...] = ()  # those of `tokens`; none where the run is one
+
+    def phases_by(self, p: Prediction) -> tuple[PhasePlan, ...]:
+        """The phases, or all steps as one."""
+        return self.phases or (PhasePlan(0, self.tokens / p.work.tokens_per_step, p),)
 
     def steps(self, p: Prediction) -> float:
         """The number of steps."""
-        return self.tokens / p.work.tokens_per_step
+        return sum(one.steps for one in self.phases_by(p))
 
     def interrupted(self, p: Prediction, step: float) -> Interruptions:
-        """The cost of saves and failures in steps of some seconds."""
-        train, evaluating = self.train, 0.0
+        """The cost of saves and failures where a step that p predicts takes some seconds, and those
+        of phases as much longer than predicted."""
+        train, phases, evaluating = self.train, self.phases_by(p), 0.0
+        training = sum(one.seconds for one in phases) * (step / p.step_seconds)
         if train.eval_every:
-            evaluating = train.eval_batches * p.evaluation_seconds / train.eval_every
-        seconds = self.steps(p) * (step + evaluating)
-        return interruptions(p, train, step, seconds, self.assumed)
+            batches = sum(one.steps * one.prediction.evaluation_seconds for one in phases)
+            evaluating = train.eval_batches * batches / train.eval_every
+        mean = training / self.steps(p)
+        return interruptions(p, train, mean, training + evaluating, self.assumed)
 
 
 def budget_of(p: Prediction, budget: RunTotals) -> dict[str, Any]:

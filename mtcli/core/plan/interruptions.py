@@ -64,9 +64,9 @@ def read_assumed(words: Sequence[str], device: str) -> Assumed:
 
 
 def checkpoint_bytes(work: Workload) -> int:
-    """Bytes of a checkpoint's tensors: weights in their compute dtype, masters and moments of every
-    parameter once; the weights under adapters are not in it. In bf16 AdamW has 2 + 4 + 8 an
-    element. Replicas that differ save a copy each."""
+    """Bytes of a checkpoint's tensors: weights in their compute dtype, masters, moments and their
+    average of every parameter once; the weights under adapters are not in it. In bf16 AdamW has
+    2 + 4 + 8 an element. Replicas that differ save a copy each."""
     exchange, sizes, total = exchange_of(work, 0), work.sizes, 0
     copies = work.layout.replicas if exchange.weights_differ else 1
     extra = sum(work.layout.replicas if kind.differs else 1 for kind in exchange.kept)
@@ -74,7 +74,8 @@ def checkpoint_bytes(work: Workload) -> int:
         width, wide = 0, sizes.master or sizes.weight
         if parameter.trained:
             moments = len(update_of(parameter, work.optimizer).rule.moments)
-            width = copies * (sizes.weight + sizes.master + moments * sizes.moment) + extra * wide
+            state = sizes.master + moments * sizes.moment + (wide if work.ema else 0)
+            width = copies * (sizes.weight + state) + extra * wide
         elif not parameter.frozen:
             width = copies * wide
         total += width * parameter.numel

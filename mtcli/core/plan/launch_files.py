@@ -9,6 +9,7 @@ from pathlib import PurePath
 from shlex import quote
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.phases import tokens_of
 from mtcli.core.plan.answer import PlanAnswer
 from mtcli.core.plan.budget import HOUR, RunTotals
 from mtcli.core.plan.interruptions import DAY, MINUTE, Interruptions
@@ -27,9 +28,10 @@ def write_launch_files(
 
     Raises MtcliError where the plan's ranks fill no whole nodes, before anything is written.
     """
-    p, train = answer.prediction, answer.config.train
-    budget = answer.budget or RunTotals(train.steps * p.work.tokens_per_step, None, train)
-    run = budget.interrupted(p, p.step_seconds)
+    p, run_config = answer.prediction, answer.config
+    totals = RunTotals(tokens_of(run_config), None, run_config.train, phases=answer.phases)
+    run = (answer.budget or totals).interrupted(p, p.step_seconds)
+    p = max((p, *(one.prediction for one in answer.phases)), key=lambda p: p.step_seconds)
     texts = [(sbatch, batch_script(p, run, config)), (jobset, job_set(p, run, config))]
     for target, text in texts:
         if target:

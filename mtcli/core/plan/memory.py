@@ -165,7 +165,8 @@ def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
+    """Bytes of weights, gradients and optimizer state (masters, moments and the weights' average)
+    on a pipeline rank.
 
     zero=1 shards the optimizer state by each parameter's rows over the data ranks (dp * cp, edp for
     experts), and pads gradients to equal shards. zero=3 shards all three; its weights are the
@@ -177,6 +178,8 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     wide = sizes.master or sizes.weight
     untrained = elements.untrained * wide
     beside_masters = elements.moments(sharded=work.zero > 0) * sizes.moment + exchange
+    if work.ema:
+        beside_masters += (elements.shard if work.zero else elements.total) * wide
     if is_sharded(work):
         weights = (elements.shard + elements.frozen_shard) * wide + untrained
         return weights, elements.shard * wide, beside_masters

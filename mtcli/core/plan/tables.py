@@ -61,6 +61,7 @@ def as_json(answer: PlanAnswer) -> Json:
             for near in answer.neighbours
         ],
         "fits_from": figures(answer.enough) if answer.enough else None,
+        **({"phases": [one.as_json() for one in answer.phases]} if answer.phases else {}),
     }
 
 

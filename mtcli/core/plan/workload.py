@@ -64,6 +64,7 @@ class Workload:
     precision: str = "bf16"
     moments: str = "fp32"
     gradients: str = "fp32"
+    ema: float = 0.0  # of an average of weights, as wide as masters
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig = SyncConfig()

@@ -3,7 +3,7 @@ and the memory and time that `plan` predicts. Writes nothing, in one process for
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,27 +15,29 @@ import torch
 from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.checkpoint.run_progress import planned_samples, progress_of
 from mtcli.core.config.errors import collect_errors
+from mtcli.core.config.phases import PhaseSpan, phase_after, phases_of, tokens_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.bert.row_format import EncoderBatches
 from mtcli.core.data.indexed import tokenizer_folder
-from mtcli.core.data.loader import CountedTokens, TokenBatches, require_ids
+from mtcli.core.data.loader import CountedTokens, SampleOrder, TokenBatches, require_ids
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.data.tokenized import TextData
 from mtcli.core.mesh.parameters import count_parameters
-from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.groups import Axis, world_axis
 from mtcli.core.plan.answer import PlanAnswer
+from mtcli.core.plan.budget import PhasePlan
 from mtcli.core.plan.hardware import NAMES, device_named, for_run, gib
 from mtcli.core.plan.memory import state_bytes
-from mtcli.core.plan.predict import Prediction
 from mtcli.core.plan.tables import figures
 from mtcli.core.plan.workload import Workload
 from mtcli.core.rehearse.request import planned
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.peak_flops import device_name
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
-from mtcli.core.training.loader import open_batches
+from mtcli.core.training.loader import num_samples, open_batches
+from mtcli.core.training.phase_data import samples_of_sources
 from mtcli.core.training.run_log import data_header, run_header
 from mtcli.core.training.state import StartingPoint, starting_notes, starting_point, with_tokenizer
 
@@ -70,21 +72,21 @@ class RunStart:
     header: dict[str, str]
     notes: list[str]
     batch: FirstBatch | None  # None where all steps are done, or the data is not tokenized yet
-    prediction: Prediction | None  # None of a device that plan does not know
+    plan: PlanAnswer | None  # of the steps that are left; None of a device that plan does not know
 
     @property
     def seconds(self) -> float | None:
         """The predicted seconds of the steps that are left, without evaluations and saves."""
-        left = max(0, self.config.train.steps - self.start.step)
-        return left * self.prediction.step_seconds if self.prediction else None
+        return sum(one.seconds for one in self.plan.phases) if self.plan else None
 
     @property
     def lines(self) -> dict[str, str]:
         """The run's header, its first batch, and its planned memory and time, by name."""
         lines = self.header | ({"batch": str(self.batch)} if self.batch else {})
-        if (p := self.prediction) and self.seconds is not None:
+        if self.plan and self.seconds is not None:
+            p, most = self.plan.prediction, self.plan.fullest.memory.total
             device = f"{p.device.name}'s {gib(p.device.memory_bytes)}"
-            lines["memory"] = f"{gib(p.memory.total)} of {device} on the fullest rank (planned)"
+            lines["memory"] = f"{gib(most)} of {device} on the fullest rank (planned)"
             tokens = p.work.tokens_per_step / p.step_seconds
             lines["time"] = f"{p.step_seconds:.4g} s a step, {tokens:,.0f} tokens/s: "
             lines["time"] += f"{timedelta(seconds=math.ceil(self.seconds))} (planned)"
@@ -92,7 +94,7 @@ class RunStart:
 
     def as_json(self) -> dict[str, Any]:
         """Returns what the run would be, with the keys that it would have at its end."""
-        c = self.config
+        c, plan = self.config, self.plan
         return {
             "dry_run": True,
             "run": c.train.output,
@@ -101,18 +103,19 @@ class RunStart:
             "from": str(self.start),
             "first_step": self.start.step,
             "steps": c.train.steps,
-            "tokens": c.train.steps * c.batch.tokens_per_step,
+            "tokens": tokens_of(c),
             "seconds": self.seconds,
             "batch": self.batch and self.batch._asdict(),
             "notes": self.notes,
             "header": self.header,
-            "plan": self.prediction and figures(self.prediction),
+            "plan": plan and figures(plan.prediction),
+            **({"phases": [one.as_json() for one in plan.phases]} if plan and c.phase else {}),
         }
 
     def require_fit(self) -> None:
         """Raises MtcliError (exit 1) where the plan does not fit."""
-        if self.prediction:
-            PlanAnswer(self.config, self.prediction).require_fit()
+        if self.plan:
+            self.plan.require_fit()
 
 
 def rehearse_start(
@@ -126,47 +129,86 @@ def rehearse_start(
     axis = world_axis(0, 1, FlightRecorder())
     start = starting_point(config, axis)
     config = with_tokenizer(config, start)
-    work, subset = Workload.of(config, world), require_subset(config)
+    work = Workload.of(config, world)
     header = run_header(config, world, sum(state_bytes(work, 0)), str(start))
+    notes, batch = list[str](), None
     if pending:
         count = config.train.steps * config.batch.global_batch_size
         no_data = CountedTokens(config.batch.seq_len, config.model.vocab_size, count)
         header |= data_header(config, no_data, device)
         header["data"] = "; ".join(text.estimate() for text in pending)
-        start.close()
-        prediction = _planned(config, world, device)
-        return RunStart(config, world, start, header, [], None, prediction)
-    begun_with = planned_samples(start.checkpoint) if start.checkpoint and start.is_own else None
-    batches, _ = collect_errors(
-        partial(open_batches, config, "train", subset, begun_with),
-        lambda: open_batches(config, "valid", None, None) if config.train.eval_every else None,
-    )
-    if start.checkpoint and start.is_own:
-        samples = ConsumedSamples(config, batches, data_hashes(batches, 0, axis), subset)
-        consumed = start.step * config.batch.global_batch_size
-        samples.resume(progress_of(start.checkpoint).samples, consumed)
-    notes = starting_notes(config, start)
-    batch = _first_batch(config, batches, start.step) if start.step < config.train.steps else None
-    header |= data_header(config, batches, device)
+    else:
+        batches, batch = _read_data(config, start, axis)
+        notes = starting_notes(config, start)
+        header |= data_header(config, batches, device)
     start.close()
-    prediction = _planned(config, world, device)
-    return RunStart(config, world, start, header, notes, batch, prediction)
+    plan = _planned(config, world, device, start.step)
+    return RunStart(config, world, start, header, notes, batch, plan)
 
 
-def _planned(config: RunConfig, world: int, device: torch.device) -> Prediction | None:
-    """Plans a run on a device; None of one that plan does not know."""
+def _planned(
+    config: RunConfig, world: int, device: torch.device, steps_done: int
+) -> PlanAnswer | None:
+    """Plans the steps of a run that are left, on a device; None of one that plan does not know."""
     if (name := device_name(device)) not in NAMES:
         return None
-    return planned(config, world, for_run(device_named(name), config, world))
+    spans, of_run = phases_of(config), for_run(device_named(name), config, world)
+    left = [(span, min(span.steps, span.last_step - steps_done)) for span in spans]
+    phases = tuple(
+        PhasePlan(span.number, steps, planned(span.config, world, of_run))
+        for span, steps in left
+        if steps > 0
+    )
+    prediction = phases[0].prediction if phases else planned(spans[-1].config, world, of_run)
+    return PlanAnswer(config, prediction, phases=phases)
+
+
+def _read_data(
+    config: RunConfig, start: StartingPoint, world: Axis
+) -> tuple[TokenBatches | EncoderBatches, FirstBatch | None]:
+    """Opens what a run reads where it starts, and its next batch, if a step is left."""
+    phases, subset = phases_of(config), require_subset(config)
+    span, following = phase_after(phases, start.step), phase_after(phases, start.step + 1)
+    record, begun_with = None, None
+    if start.checkpoint and start.is_own:
+        record, begun_with = (
+            progress_of(start.checkpoint).samples,
+            planned_samples(start.checkpoint),
+        )
+
+    def opened(
+        span: PhaseSpan, planned: int | None, read: Mapping[str, int]
+    ) -> TokenBatches | EncoderBatches:
+        read_samples = samples_of_sources(span.config, read, 0, world)
+        return open_batches(
+            span.config, "train", subset, SampleOrder(*span.samples, planned, read_samples)
+        )
+
+    valid = SampleOrder(0, num_samples(span.config, "valid"))
+    sets = span.config.data.valid_sets if config.train.eval_every else {}
+    configs = map(span.config.validating, sets)
+    batches, *_ = collect_errors(
+        lambda: opened(span, begun_with, record.read if record else {}),
+        *(partial(open_batches, one, "valid", None, valid) for one in configs),
+    )
+    samples = ConsumedSamples(config, batches, data_hashes(batches, 0, world), subset, span)
+    if start.checkpoint and start.is_own:
+        samples.resume(record, span.samples_before(start.step))
+    if start.step >= config.train.steps:
+        return batches, None
+    if following.number != span.number:
+        batches = opened(following, *samples.order_of(following))
+    return batches, _first_batch(following, batches, start.step)
 
 
 def _first_batch(
-    config: RunConfig, batches: TokenBatches | EncoderBatches, steps_done: int
+    span: PhaseSpan, batches: TokenBatches | EncoderBatches, steps_done: int
 ) -> FirstBatch:
     """Reads the global batch of the step after `steps_done` ones, and counts. Raises MtcliError for
     ids that the vocabulary lacks."""
+    config = span.config
     size = config.batch.global_batch_size
-    first = steps_done * size
+    first = span.samples_before(steps_done)
     counts, beginning = np.zeros(4, np.int64), np.empty(0, np.int64)
     for start in range(first, first + size, ROWS):
         rows = _read(config, batches, start, min(ROWS, first + size - start))

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mtcli.core.config.phases import phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.weight_average import WeightAverage
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
 from mtcli.core.sweep.array_memory import ModelTensors
@@ -72,10 +74,12 @@ class Member:
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:
         self.config, self.groups, self.dtype = config, groups, dtype
+        self.span = phases_of(config)[0]
         self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
         self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)
+        self.average = WeightAverage({}, 0.0)  # an array keeps none
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         self.loss_scale = LossScale.of(config.train)
         self.step = 0
@@ -92,4 +96,4 @@ class Member:
     @property
     def consumed_samples(self) -> int:
         """Sequences trained on so far."""
-        return self.step * self.config.batch.global_batch_size
+        return self.span.samples_before(self.step)

@@ -36,28 +36,53 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         message = "biases of routers are one model's, and are moved by its loads"
         hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
         yield Problem(message, hint, f"model.{field}")
-    yield from _acts_by_one_model(config)
-    if train.freeze:
-        message = "frozen weights are each model's, and those of an array are all trained"
-        yield Problem(message, "train the runs one by one", "train.freeze")
+    for field, (is_set, message, hint) in _of_one_model(config).items():
+        if is_set:
+            yield Problem(message, hint, field)
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
-    if train.cuda_graphs:
-        message = "CUDA graphs replay one model's micro-batches"
-        yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
 
 
-def _acts_by_one_model(config: RunConfig) -> Iterator[Problem]:
-    """Lists the settings by which a run acts on its own weights or losses."""
-    if config.data.reselect_every:
-        message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
-        yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
-    if patience := config.train.patience:
-        message = f"patience={patience} ends one model's run, and an array's go on together"
-        yield Problem(message, "train.patience = 0, and --hyperband or --median", "train.patience")
-    if config.eval:
-        message = f"{len(config.eval)} [[eval]] tables evaluate one model's weights"
-        yield Problem(message, "leave them out, and `mtcli eval` each trial", "eval")
+def _of_one_model(config: RunConfig) -> dict[str, tuple[object, str, str]]:
+    """Returns, by field, (whether it is set, why it is of a model that trains alone, a hint)."""
+    train, reselect = config.train, config.data.reselect_every
+    return {
+        "data.reselect_every": (
+            reselect,
+            f"reselect_every={reselect} chooses by one model's weights",
+            "set data.reselect_every=0",
+        ),
+        "train.patience": (
+            train.patience,
+            f"patience={train.patience} ends one model's run, and an array's go on together",
+            "train.patience = 0, and --hyperband or --median",
+        ),
+        "eval": (
+            config.eval,
+            f"{len(config.eval)} [[eval]] tables evaluate one model's weights",
+            "leave them out, and `mtcli eval` each trial",
+        ),
+        "phase": (
+            config.phase,
+            f"{len(config.phase)} phases change one model's batches",
+            "leave them out",
+        ),
+        "train.ema": (
+            train.ema,
+            f"ema={train.ema:g} averages one model's weights",
+            "set train.ema=0",
+        ),
+        "train.freeze": (
+            train.freeze,
+            "frozen weights are each model's, and those of an array are all trained",
+            "train the runs one by one",
+        ),
+        "train.cuda_graphs": (
+            train.cuda_graphs,
+            "CUDA graphs replay one model's micro-batches",
+            "set train.cuda_graphs=false",
+        ),
+    }
 
 
 def require_array(config: RunConfig | None, problems: Sequence[Problem], world: int) -> RunConfig:

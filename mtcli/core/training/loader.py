@@ -9,7 +9,7 @@ global batch holds the same samples on every layout. Each row of a grid of tp ra
 samples of that block.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
+from mtcli.core.config.phases import PhaseSpan, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.row_format import CountedRows, EncoderBatches
 from mtcli.core.data.bert.training_data import encoder_batches
@@ -26,6 +27,7 @@ from mtcli.core.data.best_fit import open_conversations
 from mtcli.core.data.loader import (
     CountedTokens,
     SampleId,
+    SampleOrder,
     TokenBatches,
     require_named,
     require_stated_ids,
@@ -68,9 +70,13 @@ class MicroBatchLoader:
         config: RunConfig,
         groups: Groups,
         subset: Subset | None = None,
+        span: PhaseSpan | None = None,
     ) -> None:
-        """`subset` is the one whose members the batches are, if any."""
+        """`subset` is the one whose members the batches are, if any. Without a `span` there are
+        steps as long as there are samples."""
         self.batches, self.config, self.groups = batches, config, groups
+        self.span = span or phases_of(config)[0]
+        self.end = self.span.samples_before(span.last_step) if span else len(batches)
         self.subset = subset
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
@@ -140,17 +146,18 @@ class MicroBatchLoader:
         return StepBatch(load, batch.labels, replica.labels or 1.0, batch.tokens)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
-        while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
+        while self.span.samples_before(step + 1) <= self.end:
             yield from ((start, self._mbs) for start in self._starts(step))
             step += 1
 
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
-        size, layout = self.config.batch.global_batch_size, self.groups.layout
+        layout = self.groups.layout
         data_rank = self.groups.dp_rank % layout.dp + layout.dp * self.share
         block = self.config.batch.micro_batch_size
-        first = step * size + data_rank * block + self.groups.tp_row.rank * self._mbs
-        return range(first, (step + 1) * size, block * layout.batch_shards)
+        begin, end = self.span.samples_before(step), self.span.samples_before(step + 1)
+        first = begin + data_rank * block + self.groups.tp_row.rank * self._mbs
+        return range(first, end, block * layout.batch_shards)
 
     def _read(self, start: int, count: int) -> Read:
         # The batches are of the kind that the head's inputs read.
@@ -178,9 +185,9 @@ class MicroBatchLoader:
 
     def _require_labels(self, step: int, labels: float) -> None:
         """Raises MtcliError where no label of a step's global batch has a weight."""
-        size = self.config.batch.global_batch_size
         if not self.is_asynchronous and not labels:
-            message = f"of samples {step * size} to {(step + 1) * size - 1}, step {step + 1}"
+            first, end = self.span.samples_before(step), self.span.samples_before(step + 1)
+            message = f"of samples {first} to {end - 1}, step {step + 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, no label has a weight", hint)
 
@@ -200,31 +207,38 @@ class MicroBatchLoader:
 
 
 def open_loader(
-    config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
+    config: RunConfig,
+    groups: Groups,
+    *,
+    validation: bool = False,
+    planned: int | None = None,
+    span: PhaseSpan | None = None,
+    read: Sequence[int] = (),
 ) -> MicroBatchLoader:
-    """Opens the training (or validation) data of a config.
+    """Opens the training (or validation) data of a config, or of a phase's `span`.
 
-    `planned` samples were the run's when it began, which decides their order; None: the config's.
-    Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
+    `planned` samples were the run's when it began, or its order of samples, which decides that;
+    None: the config's. `read` samples of each source were read before a phase's order. Raises
+    MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
     require_named(config.data)
     which: Which = "valid" if validation else "train"
     subset = None if validation else require_subset(config)
-    batches = open_batches(config, which, subset, planned)
-    loader = MicroBatchLoader(batches, config, groups, subset)
+    first, end = span.samples if span else (0, num_samples(config, which))
+    batches = open_batches(config, which, subset, SampleOrder(first, end, planned, read))
+    loader = MicroBatchLoader(batches, config, groups, subset, span)
     loader.is_asynchronous = config.sync.asynchronous and not validation
     return loader
 
 
 def open_batches(
-    config: RunConfig, which: Which, subset: Subset | None, planned: int | None
+    config: RunConfig, which: Which, subset: Subset | None, order: SampleOrder
 ) -> TokenBatches | EncoderBatches:
     """Opens the samples of a run as its data.format and its model's head read them."""
-    steps = config.train.eval_batches if which == "valid" else config.train.steps
-    samples = steps * config.batch.global_batch_size
+    samples = order.end
     if config.data.format == "conversations":
         conversations = open_conversations(config, starting_tokenizer(config), which)
-        conversations.num_samples, conversations.planned = samples, planned or samples
+        conversations.num_samples, conversations.planned = samples, order.planned or samples
         return conversations
     if config.model.head != "lm":
         encoded = encoder_batches(config, which, samples)
@@ -237,9 +251,15 @@ def open_batches(
             where = sequences.prefixes, sequences.files, sequences.shares
             require_sources(subset, *where)
 
-    batches = token_batches(config, which, subset, samples, planned, check)
+    batches = token_batches(config, which, subset, order, check)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return batches
+
+
+def num_samples(config: RunConfig, which: Which) -> int:
+    """Returns the samples of a run without phases, or of one of its evaluations."""
+    steps = config.train.eval_batches if which == "valid" else config.train.steps
+    return steps * config.batch.global_batch_size
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:

@@ -11,20 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
+from mtcli.core.checkpoint.run_progress import BaseRecord
 from mtcli.core.config.errors import collect_errors, failed, visible
+from mtcli.core.config.phases import phase_after, phases_of
 from mtcli.core.config.schema import RunConfig, TrainConfig
 from mtcli.core.data.loader import require_data
-from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.parallel.groups import Axis, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.sync.replica_average import distance
 from mtcli.core.sync.traffic import SyncTraffic
 from mtcli.core.training.consumed_samples import ConsumedSamples
-from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.phase_data import open_phase
 from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
@@ -46,9 +47,6 @@ from mtcli.core.training.step import Step, Trainer
 from mtcli.core.training.validation import ValidationLosses
 from mtcli.core.training.validation_sets import (
     SetLosses,
-    ValidationSets,
-    open_validation,
-    token_bytes,
 )
 
 
@@ -97,7 +95,8 @@ def train(
 def _finished(train: TrainConfig, start: StartingPoint) -> str:
     """Says why a run that starts here has nothing to do, and what would let it go on; or empty."""
     if start.step >= train.steps:
-        return f"step {start.step} of train.steps={train.steps} is done; set more train.steps"
+        length = "train.tokens" if train.tokens else "train.steps"
+        return f"step {start.step} of train.steps={train.steps} is done; set more {length}"
     losses = ValidationLosses(train, start)
     if not losses.has_ended:
         return ""
@@ -135,13 +134,13 @@ def _train(
     stop: StopSignal,
     commands: tuple[Reselect | None, OpenTasks | None],
 ) -> bool:
-    trainer = Trainer(config, runtime)
-    loader, valid_loaders = together(
-        trainer.groups.world, lambda: _open_loaders(config, trainer.groups, start)
-    )
-    samples, last_good, base = restore(trainer, loader, start, runtime.local_rank)
+    trainer, phases = Trainer(config, runtime), phases_of(config)
+    span = phase_after(phases, start.step)
+    trainer.enter(span)
+    data = open_phase(span, trainer.groups, start, runtime.local_rank)
+    samples, last_good, base = restore(trainer, data.train, start, runtime.local_rank)
     reselect, open_tasks = commands
-    adopt_current(loader, config, reselect, trainer.step)
+    adopt_current(data.train, config, reselect, trainer.step)
     tasks = open_tasks(trainer, run_tokenizer(config)) if open_tasks else None
     if tasks:
         together(trainer.groups.world, tasks.require)
@@ -149,33 +148,37 @@ def _train(
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
     header = run_header(config, runtime.world, trainer.state_bytes(), str(start))
-    log.begin(runtime, header | data_header(config, loader.batches, runtime.device))
+    log.begin(runtime, header | data_header(config, data.train.batches, runtime.device))
     saves = SaveSchedule(config.train, config.data.reselect_every)  # its clock starts here
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
-
-    of_tokens = token_bytes(config, valid_loaders)
-    valid = ValidationSets(valid_loaders, of_tokens, config.train.best_of)
 
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
         if is_due(config, steps[0].step) and not stopped:
             saver.finish()
-            adopt_current(loader, config, reselect, steps[0].step)
+            adopt_current(data.train, config, reselect, steps[0].step)
 
-    with log, closing(loader), closing(valid), Saver(trainer, log, last_good) as saver:
+    with log, closing(data), Saver(trainer, log, last_good) as saver:
         seat = Seat(trainer, samples, log, saver, base, ValidationLosses(config.train, start))
         live = Live(
             [seat],
             saves,
             trainer.sync_traffic,
-            train_step=lambda: [train_step(loader)],
-            evaluate=lambda: valid.evaluate(lambda loader: [trainer.evaluate(loader)]),
+            train_step=lambda: [train_step(data.train)],
+            evaluate=lambda: data.valid.evaluate(lambda loader: [trainer.evaluate(loader)]),
             stops=lambda: stop.received > 0,
             end=_give_up,
             after=reselect_when_due,
             tasks=tasks or (lambda step: {}),
-            fault=lambda: f"; first {first_nonfinite(trainer, loader)}",
+            fault=lambda: f"; first {first_nonfinite(trainer, data.train)}",
         )
-        drive(live, config.train.steps)
+        log.enter(span)
+        goes_on = drive(live, span.last_step)
+        for later in phases[span.number + 1 :]:
+            if goes_on and later.steps:
+                trainer.enter(later)
+                data.enter(later, samples, runtime.local_rank)
+                log.enter(later)
+                goes_on = drive(live, later.last_step)
         saver.finish()
         if early := seat.validation.has_ended:
             log.stopped_early(trainer.step, str(seat.validation))
@@ -220,8 +223,8 @@ class Live:
 
 
 def drive(live: Live, until: int) -> bool:
-    """Trains to a step, until no run is left, or until none improves; returns False, after saving,
-    where a rank was told to stop."""
+    """Trains to a step, or until no run is left; returns False, after saving, where a rank was told
+    to stop or no run improves."""
     if not live.seats:
         return True
     config, groups = live.seats[0].run.config.train, live.seats[0].run.groups
@@ -259,7 +262,7 @@ def drive(live: Live, until: int) -> bool:
     for seat in live.seats:
         seat.run.strategy.settle()
         seat.saver.wait()
-    return not stopped
+    return not (stopped or ended)
 
 
 def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
@@ -294,20 +297,6 @@ def _goes_on(live: Live, seat: Seat, step: Step) -> bool:
     message = f"step {step.step}: {config.max_skips:,} batches in a row were skipped, as many as "
     live.end(seat, f"{message}train.max_skips allows")
     return False
-
-
-def _open_loaders(
-    config: RunConfig, groups: Groups, start: StartingPoint
-) -> tuple[MicroBatchLoader, dict[str, MicroBatchLoader]]:
-    """Opens the training data, and the validation sets where train.eval_every is set."""
-    planned = None
-    if start.checkpoint and start.is_own:
-        planned = planned_samples(start.checkpoint)
-    loader, valid = collect_errors(
-        lambda: open_loader(config, groups, planned=planned),
-        lambda: open_validation(config, groups),
-    )
-    return loader, valid
 
 
 def _give_up(seat: Seat, reason: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.phases import phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted, is_number
 from mtcli.core.mesh.parameters import training_flops
@@ -58,6 +59,7 @@ class RunRecords:
 
     def __init__(self, config: RunConfig, writes: bool, say: Callable[[str], None]) -> None:
         self.config, self.writes, self.say = config, writes, say
+        self.span = phases_of(config)[0]  # the phase of the steps that are recorded
         self.folder = Path(config.train.output)
         self.trackers: list[Tracker] = []
         self.behind = False  # records that could not be written
@@ -99,7 +101,9 @@ class RunRecords:
         self.totals["total_tokens"] += round(step.tokens)
         self.totals["total_seconds"] += step.seconds
         so_far = self.totals | {"memory_bytes": peak_memory(self.device)}
-        row = _row(self.config, step, facts, self.flops_per_second, so_far)
+        row = _row(self.span.config, step, facts, self.flops_per_second, so_far)
+        if self.config.phase:
+            row["phase"] = self.span.number
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))

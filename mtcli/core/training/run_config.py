@@ -4,6 +4,7 @@ torch."""
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os.path import exists, isfile  # false for names that no file can have, where Path's raises
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ def with_texts(
         config, _ = read_config(source, overrides)
     except MtcliError:  # what reads it next says so, with all else that is wrong
         return Tokenized(overrides, [])
-    words = (*config.data.train, *config.data.valid_words) if config else ()
+    words = chain(*config.words_by_field.values()) if config else ()
     if config is None or config.data.format != "tokens" or not any(map(is_text, words)):
         return Tokenized(overrides, [])
     run = config
@@ -86,7 +87,7 @@ def with_texts(
     for text in texts:
         text.tokenize(say)
     named: dict[str, Any] = {
-        field: with_prefixes(words, texts) for field, words in run.data.words_by_field.items()
+        field: with_prefixes(words, texts) for field, words in run.words_by_field.items()
     }
     if run.data.tokenizer:  # such as train:8192, which nothing else can load
         named["data.tokenizer"] = str(with_suffix(texts[0].prefix, ".tokenizer"))

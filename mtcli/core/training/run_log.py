@@ -15,8 +15,10 @@ from tqdm import tqdm
 
 from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
+from mtcli.core.config.phases import PhaseSpan, phases_of, tokens_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
+from mtcli.core.config.untrusted import shown
 from mtcli.core.data.loader import RunData
 from mtcli.core.data.tokenized import describe_texts
 from mtcli.core.data.vocabulary import describe_vocabulary
@@ -66,14 +68,15 @@ def describe_attention(config: RunConfig, device: torch.device) -> dict[str, str
 def run_header(config: RunConfig, world: int, rank_bytes: int, start: str) -> dict[str, str]:
     """Words the numbers of a run on `world` ranks, by name; rank 0 has `rank_bytes` of weights,
     gradients and optimizer, and the weights come from `start`."""
-    tokens, steps = config.batch.tokens_per_step, config.train.steps
+    tokens, phases = config.batch.tokens_per_step, phases_of(config)[1:]
     fills = config.data.format == "tokens" and config.model.head == "lm"
     most = "" if fills else "at most "  # what fills rows up is no token
     return {
         "model": _model(config),
         "layout": f"{world} ranks: {_axes(config, world)}",
         "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
-        "run": f"{steps:,} steps, {most}{steps * tokens:,} tokens",
+        "run": f"{config.train.steps:,} steps, {most}{tokens_of(config):,} tokens",
+        **{f"phase {span.number}": describe_phase(config, span) for span in phases},
         "sync": _sync(config, world),
         "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
         "from": start,
@@ -92,7 +95,7 @@ def data_header(config: RunConfig, batches: RunData, device: torch.device) -> di
 def print_header(config: RunConfig, header: Mapping[str, str]) -> None:
     """Prints the numbers of a run, and the table of its optimizers where these are several."""
     for name, text in header.items():
-        sys.stdout.write(visible(f"{name:<7}{text}\n"))
+        sys.stdout.write(visible(f"{name:<6} {text}\n"))
     if updates := update_table(config.model, config.lora, config.optimizer):
         print_table(TITLE, COLUMNS, updates)
 
@@ -118,6 +121,12 @@ class RunLog:
         if sys.stderr.isatty():
             total, first = self.config.train.steps, self.first_step
             self.bar = tqdm(total=total, initial=first, bar_format=BAR, file=sys.stderr)
+
+    def enter(self, span: PhaseSpan) -> None:
+        """Records the steps of a phase from here on."""
+        self.records.span = span
+        if span.number:
+            self._say(f"phase {span.number}: {describe_phase(self.config, span)}")
 
     def step(self, step: Step, facts: StepFacts) -> None:
         """Records a step."""
@@ -209,6 +218,20 @@ class RunLog:
         """Prints the name of the checkpoint or folder that was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
+
+
+def describe_phase(config: RunConfig, span: PhaseSpan) -> str:
+    """Words the steps of a phase, its tokens and what it sets."""
+    sections = config.phase[span.number - 1].model_dump(exclude_unset=True)
+    del sections["from_tokens"]
+    given = [
+        f"{section}.{name}={shown(list(value) if isinstance(value, tuple) else value)}"
+        for section, fields in sections.items()
+        for name, value in fields.items()
+    ]
+    tokens = span.tokens_before(span.last_step) - span.first_token
+    words = f"steps {span.first_step + 1:,} to {span.last_step:,}, {tokens:,} tokens"
+    return ", ".join([words if span.steps else "after the run's end", *given])
 
 
 def _first_figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -78,7 +78,7 @@ class Saver:
         """Several savers that save in turn share the `ranks` of `saving_ranks`; over more than one
         rank, training then stands still until a save is written."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
-        self.config: RunConfig = trainer.config
+        self.config: RunConfig = log.config  # with all phases
         self.ranks = saving_ranks(trainer.groups) if ranks is None else ranks
         self.waits = ranks is not None and trainer.groups.world.size > 1
         self.note_progress = trainer.groups.world.recorder.note_progress

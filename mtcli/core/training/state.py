@@ -29,6 +29,7 @@ from mtcli.core.checkpoint.run_progress import (
 )
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.phases import PhaseSpan, phase_after, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.vocabulary import vocabulary_notes
@@ -37,6 +38,7 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.weight_average import KIND, WeightAverage
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
@@ -53,6 +55,9 @@ FIXED += ("lora.rank", "lora.alpha", "lora.targets", "lora.modules_to_save")
 FIXED += ("train.freeze",)
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
+OF_PHASES: tuple[str, ...]
+OF_PHASES = ("batch.seq_len", "batch.global_batch_size", "model.max_seq_len")
+OF_PHASES += ("model.rope_theta", "model.rope_scaling")
 # Optimizers whose exp_avg is the same mean of gradients: one goes on from the other's checkpoint.
 SAME_MEAN = {"adamw", "muon"}
 
@@ -61,10 +66,12 @@ class RunState(Protocol):
     """What checkpoints capture and restore: a Trainer, or one model of an array."""
 
     config: RunConfig
+    span: PhaseSpan
     groups: Groups
     dtype: torch.dtype
     table: Mapping[str, Parameter]
     optimizer: Optimizer
+    average: WeightAverage
     exchange: ReplicaExchange
     loss_scale: LossScale
     step: int
@@ -172,11 +179,13 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Raises MtcliError where a resumed run changes its model, data order or update rule.
 
     Layout, precision and length may change, and the rate of the routers' biases, but not whether
-    there are biases; and AdamW may change to Muon, or back.
+    there are biases; and AdamW may change to Muon, or back. Compares what is in force at the
+    checkpoint's step: a later phase changes what it may.
     """
-    saved = _own(checkpoint).config
+    saved, span = _own(checkpoint).config, phase_after(phases_of(config), checkpoint.step)
     if saved is None:
         return
+    config = span.config
     fixed = {field: (attrgetter(field)(saved), attrgetter(field)(config)) for field in FIXED}
     shapes = saved.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
@@ -184,14 +193,46 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
         del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
     if {*fixed["optimizer.name"]} == SAME_MEAN:
         del fixed["optimizer.name"]
+    record = progress_of(checkpoint).samples
+    token = record.tokens if record else span.tokens_before(checkpoint.step)
     problems = [
-        Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
+        Problem(
+            f"it is {new}, and the run was trained with {old}",
+            f"set it back to {old}"
+            + f"; a [[phase]] with from_tokens = {token} or more changes it" * (field in OF_PHASES),
+            field,
+        )
         for field, (old, new) in fixed.items()
         if old != new
     ]
+    problems += _other_phases(checkpoint, span)
     if problems:
         hint = "to change them, train from the run's weights: --init, and another train.output"
         raise MtcliError(*problems, hint=hint)
+
+
+def _other_phases(checkpoint: Checkpoint, span: PhaseSpan) -> list[Problem]:
+    """Lists where a run has other phases before its checkpoint's step than it was trained by."""
+    done, planned = progress_of(checkpoint), span.samples_before(checkpoint.step)
+    if done.samples is None:
+        return []
+    pairs = {
+        f"{planned:,} sequences in its first {checkpoint.step:,} steps": (
+            planned, done.consumed_samples, f"{done.consumed_samples:,}"
+        ),
+        f"an order of samples that begins at {span.samples[0]:,}": (
+            span.samples[0], done.samples.first, f"one from {done.samples.first:,} on"
+        ),
+    }  # fmt: skip
+    return [
+        Problem(
+            f"the phases give {now}, and the run was trained with {then}",
+            "leave the phases before this step as they were, and change later ones",
+            "phase",
+        )
+        for now, (new, old, then) in pairs.items()
+        if new != old
+    ]
 
 
 def progress(
@@ -259,7 +300,8 @@ def _boxes(trainer: RunState, name: str, shard: OwnedShard, differs: bool) -> li
 def _owned_state(trainer: RunState) -> dict[str, OwnedShard]:
     """The shards of the optimizer's and the exchange's state, by `<kind>/<parameter>`."""
     state = {}
-    for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
+    tensors = trainer.optimizer.state() | trainer.average.state() | trainer.exchange.state()
+    for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         rows = trainer.exchange.rows_here(kind, name) or trainer.strategy.ownership.rows(name)
         state[key] = OwnedShard(trainer.table[name], tensor, rows)
@@ -270,6 +312,7 @@ def initialise(trainer: RunState) -> None:
     """Fills the weights from the config's seed."""
     _fill_from_seed(trainer, trainer.strategy.shards)
     trainer.optimizer.reset_masters()
+    trainer.average.begin()
     trainer.exchange.begin()
 
 
@@ -293,6 +336,7 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
             adapters = {name: s for name, s in shards.items() if s.parameter.of_adapter}
             _fill_from_seed(trainer, adapters)
     trainer.optimizer.reset_masters()
+    trainer.average.begin()
     trainer.exchange.begin()
 
 
@@ -341,7 +385,9 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     afresh = _changes_optimizer(trainer, saved)
     for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
-        if stored not in stored_names and key.startswith("master/"):
+        if stored not in stored_names and key.startswith(f"{KIND}/"):
+            stored = f"{OPTIMIZER}master/{shard.parameter.name}"
+        if stored not in stored_names and key.startswith(("master/", f"{KIND}/")):
             stored = shard.parameter.name
         shard.tensor.zero_()
         kind = key.partition("/")[0]
@@ -410,12 +456,13 @@ def restore(
     Returns (the samples it has read, its own checkpoint if any, its adapters' base if any).
     """
     hashes = data_hashes(loader.batches, local_rank, trainer.groups.world)
-    samples = ConsumedSamples(trainer.config, loader.batches, hashes, loader.subset)
+    where = loader.batches, hashes, loader.subset, trainer.span
+    samples = ConsumedSamples(trainer.config, *where)
     checkpoint, last_good = start.checkpoint, None
     if checkpoint is None:
         initialise(trainer)
     elif start.is_own:
-        consumed = checkpoint.step * trainer.config.batch.global_batch_size
+        consumed = trainer.span.samples_before(checkpoint.step)
         samples.resume(progress_of(checkpoint).samples, consumed)
         resume(trainer, checkpoint)
         last_good = checkpoint.folder

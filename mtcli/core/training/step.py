@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.phases import PhaseSpan, phases_of
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
@@ -26,6 +27,7 @@ from mtcli.core.optim.grad_norm import clip_factor, device_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer, moment_dtype
+from mtcli.core.optim.weight_average import WeightAverage
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.device_read import start_read
 from mtcli.core.parallel.groups import Groups, make_groups
@@ -77,8 +79,13 @@ def conclude(run: RunState, loss: float, norm: float) -> Step:
     if outcome != "fault":
         run.step = step
         run.loss_scale.update(outcome == "overflow")
-    lr = learning_rate(run.config.optimizer, step, run.config.train.steps)
-    return Step(step, loss, lr, norm, 0.0, scale, outcome)
+    return Step(step, loss, rate_of(run.span, step), norm, 0.0, scale, outcome)
+
+
+def rate_of(span: PhaseSpan, step: int) -> float:
+    """The learning rate of a step, by the curve of its phase."""
+    begin, steps = span.curve
+    return learning_rate(span.config.optimizer, step - begin, steps)
 
 
 class Phases(NamedTuple):
@@ -106,10 +113,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
-        self.config = config
         self.groups = run_groups(config, runtime)
         self.layout = self.groups.layout
-        b, p = config.batch, config.parallel
         self.dtype = DTYPES[config.train.precision]
         table = run_parameters(config.model, config.lora, config.train.freeze)
         self.table: Mapping[str, Parameter] = table
@@ -120,11 +125,13 @@ class Trainer:
         weights, ownership = self.strategy.weights(), self.strategy.ownership
         moments = moment_dtype(config.train)
         self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype, moments)
+        self.average = WeightAverage(self.optimizer.masters, config.train.ema)
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
         self.groups.world.recorder.sync_traffic = self.sync_traffic
-        tokens = [self.groups.axes["tokens" if p.sequence_parallel else "samples"]]
+        by_token = config.parallel.sequence_parallel
+        tokens = [self.groups.axes["tokens" if by_token else "samples"]]
         # Replicas with the same weights have the same biases, by the loads of all of them.
         if not self.exchange.weights_differ:
             tokens.append(self.groups.replicas)
@@ -132,15 +139,25 @@ class Trainer:
         bias_rate = 0.0 if config.lora.rank else config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
-        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
-        schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
-        self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
-        self.cuda_graphs = self._cuda_graphs()
         self.is_asynchronous = config.sync.asynchronous
-        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
+        self.enter(phases_of(config)[0])
         self.step = 0
         self._phase_ends: dict[str, float] = {}
         self.phases: Phases | None = None  # of the last step, for profile
+
+    def enter(self, span: PhaseSpan) -> None:
+        """Begins a phase of the run: makes anew what depends on the batch, and keeps the state."""
+        self.span, self.config = span, span.config
+        b, p = self.config.batch, self.config.parallel
+        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
+        schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
+        format = activation_format(self.config)
+        self.pipeline = Pipeline(self.stages, schedule, self.groups, format)
+        self.cuda_graphs = self._cuda_graphs()
+        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
+        if self.config.train.compile and span.number:
+            # Dynamo compiles for a new shape 8 times and then no more; a resumed run, afresh.
+            torch._dynamo.reset()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters, moments and exchange."""
@@ -152,6 +169,7 @@ class Trainer:
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         weight_memory = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
+        buffers += self.average.tensors.values()
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
@@ -162,7 +180,7 @@ class Trainer:
     @property
     def consumed_samples(self) -> int:
         """Sequences trained on so far: with the seed, all that the next batch depends on."""
-        return self.step * self.config.batch.global_batch_size
+        return self.span.samples_before(self.step)
 
     def train_step(self, loader: MicroBatchLoader) -> Step:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
@@ -178,7 +196,7 @@ class Trainer:
         scale, clip = self.loss_scale.scale, self.config.optimizer.clip
         is_ahead = self.exchange.updates_ahead
         if is_ahead:
-            lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
+            lr = rate_of(self.span, self.step + 1)
             self.exchange.update_ahead(lr, device_factor(sums[:2], clip, scale))  # of one replica
         loss_sums, square_sums, routers = self._on_host(read(), statistics_LS)
         norms = [math.sqrt(square) / scale for square in square_sums]
@@ -191,6 +209,7 @@ class Trainer:
                 self.exchange.note_loss(loss_sums[replica] / batch.replica_labels)
             if not is_ahead:
                 self.exchange.update(step.lr, clip_factor(norms[replica], clip) / scale)
+            self.average.update()
             expert_load = self.balance.move_biases()
         elif is_ahead:
             self.optimizer.updates -= 1  # it changed nothing
@@ -215,8 +234,7 @@ class Trainer:
         batch = loader.step(self.step, self.loss_scale.scale)
         gradient_scale = self.loss_scale.scale / batch.replica_labels
         self._end_phase("data")
-        optimizer, steps = self.config.optimizer, self.config.train.steps
-        self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
+        self.exchange.before_step(rate_of(self.span, self.step + 1))
         self.strategy.before_step()
         self.balance.begin()
         backends = sdpa_backends(self.groups.device, repeats=True)

@@ -113,7 +113,7 @@ UNKNOWN = {
     "weigth_decay": "did you mean 'optimizer.weight_decay'?",
     "factor": "did you mean 'model.rope_scaling.factor'?",
     "dp": "dp is what the other axes leave of the ranks: world / (cp * tp * pp)",
-    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train, eval",
+    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train, phase, eval",
 }
 # fmt: on
 
@@ -222,6 +222,9 @@ def test_an_override_reaches_into_a_table_of_an_array():
     changed = with_overrides(table, ["items.1.every=7", "items.0.every=3"])
     assert changed == {"items": [{"name": "a", "every": 3}, {"name": "b", "every": 7}]}
     assert table == {"items": [{"name": "a", "every": 1}, {"name": "b"}]}
-    for path in ("items.2.every", "items.name", "items.0.name.x"):
+    added = with_overrides(changed, ["items.2.every=4", "items.2.name=c", "more.0.every=5"])
+    assert added["items"] == [*changed["items"], {"every": 4, "name": "c"}]
+    assert added["more"] == [{"every": 5}]
+    for path in ("items.3.every", "items.name", "items.0.name.x"):
         with pytest.raises(MtcliError, match="inside a field that holds a value"):
             with_overrides(table, [f"{path}=1"])

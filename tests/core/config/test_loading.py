@@ -15,6 +15,7 @@ from mtcli.core.config.loading import (
 )
 from mtcli.core.config.origins import values_of
 from mtcli.core.config.synonyms import closest
+from mtcli.core.config.untrusted import parse_toml
 
 MODEL = """
 [model]
@@ -315,6 +316,44 @@ def test_the_length_that_an_override_names_counts_and_none_is_refused():
         assert (train.steps, train.epochs) == length
     none = load_config(BERT, ["train.epochs=0"])
     assert [problem.field for problem in rules.problems(none, 1)] == ["train.epochs"]
+
+
+def test_phases_are_overridden_by_number_written_and_read_again():
+    run = load_config("tiny", ["phase.0.from_tokens=50000", "phase.0.batch.seq_len=128",
+                               "phase.1.from_tokens=90000", "train.tokens=200000"])  # fmt: skip
+    assert [one.from_tokens for one in run.phase] == [50000, 90000]
+    text = dump_toml(run)
+    assert "[[phase]]\nfrom_tokens = 90000\n" in text and "\nsteps =" not in text
+    assert config_of(parse_toml(text)) == run
+    comments = {field: "why" for field, _ in values_of(run)}
+    shown = annotated(run, comments, ["train.steps"])
+    assert config_of(parse_toml(shown)) == run
+    assert f"{'[[phase]]':<36}  # why\nfrom_tokens = 50000\n\n[phase.batch]\nseq_len" in shown
+    first = {"from_tokens": 50000, "batch": {"seq_len": 128}}
+    assert dict(values_of(run))["phase"] == [first, {"from_tokens": 90000}]
+    # 13 steps of 16 * 256 tokens pass 50,000; 73 of half as many the other 146,752... of 200,000
+    assert run.train.steps == 13 + -(-(200_000 - 13 * 4096) // 2048) == 85
+    shorter = load_config(config_table(run), ["train.steps=20"])
+    assert (shorter.train.steps, shorter.train.tokens) == (20, 0)
+    for path, problem in (
+        ("phase.3.from_tokens=1", "it is inside a field that holds a value"),
+        ("phase.1.batch.seq=8", "unknown key 'seq' in [phase.batch]"),
+    ):
+        with pytest.raises(MtcliError) as error:
+            load_config(config_table(run), [path])
+        assert [one.message for one in error.value.problems] == [problem]
+
+
+def config_table(run):
+    return parse_toml(dump_toml(run))
+
+
+def test_a_length_is_set_once():
+    with pytest.raises(MtcliError) as error:
+        load_config("tiny", ["train.tokens=8192", "train.steps=3"])
+    (problem,) = error.value.problems
+    assert problem.message == "tokens=8192 are 2 steps, and train.steps=3"
+    assert load_config("tiny", ["train.tokens=8193"]).train.steps == 3
 
 
 def test_an_array_of_tables_is_written_shown_and_read_back(tmp_path):

@@ -212,6 +212,14 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_trackers_differ": (
         ['train.trackers=["wandb", "tensorboard", "wandb"]'], 1, "train.trackers",
         "'wandb' is in it 2 times", "each once"),
+    "_phases_follow": (
+        ["phase.0.from_tokens=9000", "phase.1.from_tokens=9000"], 1, "phase.1.from_tokens",
+        "from_tokens=9000 is not above the 9000 of the phase before", "9001 or more"),
+    "_phases_keep_rules": (
+        ["phase.0.from_tokens=9000", "phase.0.batch.micro_batch_size=3"], 1,
+        "phase.0.batch.global_batch_size",
+        "micro_batch_size*dp = 3*1 = 3 does not divide global_batch_size=16",
+        "global_batch_size 15 or 18"),
     "_adapters_fit": (
         ["lora.rank=4", 'lora.targets=["q_prj"]'], 1, "lora.targets",
         "there is no target 'q_prj' in this model", "known: c_attn, c_proj, c_fc"),

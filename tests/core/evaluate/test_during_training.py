@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import BIASED, DROPPING, GPT, LLAMA, documents, metrics, run_config
 
+from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import EvalConfig
 from mtcli.core.data.indexed import token_dtype
@@ -197,3 +199,87 @@ def test_a_file_without_items_and_data_without_a_tokenizer_end_the_run_before_it
         file.unlink()
     (text,) = run_ranks(1, refused, config)
     assert "name no tokenizer" in text and "data.tokenizer" in text
+
+
+# Steps 1 and 2 of 4 x 8 tokens, 3 and 4 of 8 x 8, and 5 to 8 of 8 x 16.
+PHASES = [
+    *("phase.0.from_tokens=64", "phase.0.batch.global_batch_size=8"),
+    *("phase.1.from_tokens=192", "phase.1.batch.seq_len=16", "phase.1.model.rope_theta=500.0"),
+]
+EVALUATED = {"steps": 8, "save_every": 1, "eval_every": 2, "eval_batches": 2, "keep_best": 2}
+
+
+def phased(home, name, overrides=(), **fields):
+    """A run of three phases with two validation sets and two tasks."""
+    write_dataset(home / "other", documents(vocab=257, seed=3), token_dtype(257))
+    specs, model = tasks_in(home), LLAMA | {"vocab_size": 257}
+    tables = [
+        {"task": specs[name], "every": every, "limit": LIMITS[name]}
+        for name, every in (("lambada", 3), ("wikitext103", 2))
+    ]
+    valid = {"same": str(home / "data"), "other": str(home / "other")}
+    data = {"train": [str(home / "data")], "valid": valid}
+    train = SAVED | EVALUATED | {"output": str(home / name)} | fields
+    config = run_config(model, overrides, data=data, train=train)
+    return config.model_copy(update={"eval": tuple(EvalConfig(**table) for table in tables)})
+
+
+def resumed(runtime, config):
+    return train(config, runtime, resume=True, open_tasks=TrainingTasks)
+
+
+def recorded(folder):
+    rows = metrics(folder)
+    return [
+        {k: v for k, v in r.items() if "loss" in k or "valid" in k or "eval" in k} for r in rows
+    ]
+
+
+def test_phases_have_tasks_validation_sets_and_best_checkpoints_across_their_boundaries(home):
+    config = phased(home, "run", PHASES)
+    assert run_ranks(1, run, config) == [True]
+    rows = recorded(home / "run")
+    saved = home / "run" / "checkpoints"
+    for step, task in ((3, "lambada"), (4, "wikitext103"), (6, "lambada"), (8, "wikitext103")):
+        (reports, *_) = run_ranks(1, evaluated, saved / f"step-{step:08d}", home, [])
+        figures = {k: v for k, v in rows[step - 1].items() if f"eval/{task}/" in k}
+        of_task = {f"eval/{task}/{k}": v for k, v in reports[task].items() if isinstance(v, float)}
+        assert figures == of_task and figures
+    still = [
+        "optimizer.lr=0.0",
+        "optimizer.weight_decay=0.0",
+        "train.steps=1",
+        "train.eval_every=1",
+    ]
+    later = ["batch.global_batch_size=8", "batch.seq_len=16", "model.rope_theta=500.0"]
+    for step, settings in ((2, []), (4, later[:1]), (6, later)):
+        init = f'train.init="{saved}/step-{step:08d}"'
+        again = phased(home, f"again-{step}", [*still, *settings, init])
+        run_ranks(1, run, again)
+        (row,) = recorded(home / f"again-{step}")
+        for name in ("valid_loss", "valid_loss/same", "valid_loss/other"):
+            assert row[name] == rows[step - 1][name], (step, name)
+    by_loss = sorted((rows[step - 1]["valid_loss"], step) for step in (2, 4, 6, 8))
+    assert (saved / "best").readlink().name == f"step-{by_loss[0][1]:08d}"
+    for step in (2, 3, 4, 6):
+        stopped = home / f"stopped-{step}"
+        shutil.copytree(home / "run", stopped, symlinks=True)
+        for folder in (stopped / "checkpoints").glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > step:
+                shutil.rmtree(folder)
+        assert run_ranks(1, resumed, phased(home, stopped.name, PHASES)) == [True]
+        assert recorded(stopped) == rows
+        ends = [open_checkpoint(folder) for folder in (home / "run", stopped)]
+        assert ends[0].extra == ends[1].extra and ends[0].extra["validation"]["best"]
+        for name in ends[0].names():
+            assert torch.equal(ends[0].read(name), ends[1].read(name)), name
+
+
+def test_a_run_that_does_not_improve_begins_no_other_phase(home):
+    still = ["optimizer.lr=0.0", "optimizer.weight_decay=0.0", "train.patience=1"]
+    config = phased(home, "run", [*PHASES, *still], eval_every=1)
+    assert run_ranks(1, run, config) == [True]
+    assert [row["phase"] for row in metrics(home / "run")] == [0, 0]
+    lines = (home / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == "stopped_early"
+    assert run_ranks(1, resumed, config) == [True] and len(metrics(home / "run")) == 2

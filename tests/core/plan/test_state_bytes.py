@@ -26,6 +26,9 @@ ROWS = {
     "zero=3 of experts": (4, MOE, {"pp": 2, "ep": 2, "zero": 3}, "bf16"),
     "biases of experts, masters": (4, BIASED, {"tp": 2, "pp": 2, "zero": 1}, "bf16"),
     "biases of experts, zero=3": (4, BIASED, {"ep": 2, "zero": 3}, "bf16"),
+    "ema, masters": (2, MOE, {"ep": 2}, "bf16"),
+    "ema, zero=1, odd rows": (4, ODD, {"zero": 1}, "bf16"),
+    "ema, zero=3 of experts": (4, MOE, {"ep": 2, "zero": 3}, "fp32"),
     "folded": (4, MOE, {"tp": 2, "ep": 2, "etp": 2}, "fp32"),
     "lamb, zero=1, masters": (4, GPT, {"pp": 2, "zero": 1}, "bf16"),
     "lamb, zero=3 of experts": (4, MOE, {"ep": 2, "zero": 3}, "bf16"),
@@ -37,6 +40,7 @@ def _config_of(row):
     rule = {"name": "lamb" if row.startswith("lamb") else "adamw"}
     sync = {"method": "onebit", "warmup_steps": 2} if "onebit" in row else {}
     train = {"precision": precision, "gradients": "bf16" if "narrow" in row else "fp32"}
+    train |= {"ema": 0.99} if row.startswith("ema") else {}
     return run_config(model, parallel=parallel, optimizer=rule, sync=sync, train=train)
 
 

@@ -16,6 +16,7 @@ from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.run_progress import RunProgress, SampleRecord
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.phases import phases_of
 from mtcli.core.convert.inspect import progress_rows
 from mtcli.core.data.indexed import token_dtype
 from mtcli.core.data.loader import Batches
@@ -274,10 +275,12 @@ def forget_plan(folder):
 
 def test_faults_are_counted_from_the_last_update_or_overflow_on():
     samples = ConsumedSamples.__new__(ConsumedSamples)
-    samples.batch, samples.skipped = run_config(GPT).batch, []
+    samples.span, samples.skipped = phases_of(run_config(GPT))[0], []
+    samples.skipped_tokens = 0
     counts = {}
     for step, why in enumerate(["fault", "fault", None, "fault", "overflow", "fault", "fault"], 1):
         if why:
             samples.skip(step, why)
         counts[step] = samples.faults_in_a_row(step)
     assert counts == {1: 1, 2: 2, 3: 0, 4: 1, 5: 0, 6: 1, 7: 2}
+    assert samples.skipped_tokens == 6 * 32
