@@ -119,8 +119,11 @@ def test_a_dry_run_says_it_and_plan_counts_the_grown_table(home):
 
 def test_text_is_tokenized_with_the_new_tokens(home):
     (home / "calls.txt").write_text("One <|call|>sum<|end call|> and another.\n" * 40)
-    words = {"data.train": "calls.txt", "train.epochs": 0, "train.steps": 2, "batch.seq_len": 32}
-    done = tune(home, "llama", output="text", **words)
+    made = mtcli("preprocess", "new.txt", "--output", "old", "--tokenizer", "llama", folder=home)
+    assert made.returncode == 0, made.stderr
+    blend = json.dumps(["0.1", "old", "0.9", "calls.txt"])
+    words = {"data.train": blend, "train.epochs": 0, "train.steps": 2, "batch.seq_len": 32}
+    done = tune(home, "llama", output="text", **words, **{"data.split": "1,0,0"})
     assert done.returncode == 0, done.stderr
     folder = open_checkpoint(home / "text").tokenizer_folder
     assert "<|end call|>" in (folder / "tokenizer.json").read_text()
