@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mtcli.core.plan.hardware import gib
-from mtcli.core.plan.memory import each_stage, fits, memory, smallest
+from mtcli.core.plan.memory import each_stage, memory, smallest
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import stage_seconds, step_costs
@@ -88,7 +88,7 @@ def _quickest(
     a second, and a bound's error is about the same for similar layouts."""
     device = best.device
     for work in sorted(works, key=lambda candidate: lower_bound(candidate, device)):
-        if fits(work, device):
+        if memory(work, device).total <= device.usable_bytes:
             p = by_work.get(work) or _estimate(work, best)
             if p.step_seconds < best.step_seconds:  # none is quicker than the best of a search
                 p = predict_workload(work, device)

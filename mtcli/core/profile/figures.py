@@ -302,8 +302,9 @@ def planned_shares(plan: Prediction) -> dict[str, float]:
         "backward": sum(s.end - s.start for s in timeline.spans if s.op.kind != "F") / ranks,
     }
     busy = sum(seconds.values())
-    shown = costs.block.forward - costs.compute.forward
-    shown_back = costs.block.backward - costs.recomputed - costs.compute.backward
+    # Not costs.block: time in which the device waits for its host is no communication.
+    shown = costs.busy.forward - costs.compute.forward
+    shown_back = costs.busy.backward - costs.recomputed - costs.compute.backward
     seconds["forward"] -= blocks / ranks * shown
     seconds["backward"] -= blocks / ranks * shown_back
     seconds["communication"] = blocks / ranks * (shown + shown_back) + costs.gradients_exposed

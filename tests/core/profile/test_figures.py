@@ -8,11 +8,13 @@ import pytest
 from handmade import config_table, record_of, step_of
 
 from mtcli.commands.profile import _show_profile
-from mtcli.core.config.loading import config_of
+from mtcli.core.config.loading import config_of, load_config
 from mtcli.core.parallel.groups import AXES
 from mtcli.core.parallel.pipeline import OpSpan
-from mtcli.core.plan.hardware import HERE
-from mtcli.core.profile.figures import CARRIERS, Profile
+from mtcli.core.plan.hardware import HERE, device_named
+from mtcli.core.plan.predict import predict_workload
+from mtcli.core.plan.workload import Workload
+from mtcli.core.profile.figures import CARRIERS, Profile, planned_shares
 from mtcli.core.profile.records import MemorySample, WaitSeconds
 from mtcli.core.profile.render.text import (
     planned_memory_rows,
@@ -104,6 +106,14 @@ def test_every_op_has_its_planned_times_beside_the_measured(cpu_profile):
         "end": pytest.approx(4.25),
     }
     assert 0.0 < plan[1, "B0.1"]["start"] < plan[1, "B0.1"]["end"]
+
+
+def test_a_rank_alone_that_waits_for_its_host_is_planned_to_communicate_nothing():
+    plan = predict_workload(Workload.of(load_config("tiny"), 1), device_named("h100"))
+    assert plan.costs.block.total > 1.05 * plan.costs.busy.total
+    shares = planned_shares(plan)
+    assert shares["communication"] == pytest.approx(0.0, abs=1e-3)
+    assert sum(shares.values()) == pytest.approx(1.0) and shares["forward"] > 0.1
 
 
 def test_each_figure_has_the_planned_one_beside_it(records):
