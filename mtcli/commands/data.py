@@ -17,11 +17,11 @@ def data(
     action: Action, config: ConfigFile, overrides: Overrides, step: Step, json_out: JsonOut = None
 ) -> None:
     """Say which documents a training step consumed."""
-    from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
     from mtcli.core.checkpoint.folder import CHECKPOINTS, find_checkpoint, step_folders
     from mtcli.core.config.loading import load_config
     from mtcli.core.data.explain import explain_step
     from mtcli.core.runtime.console import print_table
+    from mtcli.core.training.run_tokenizer import extended_tokenizer
 
     run, planned = load_config(config, overrides), None
     if step_folders(Path(config) / CHECKPOINTS):
@@ -31,7 +31,7 @@ def data(
         newest = open_folder(find_checkpoint(Path(config)), alone=True)
         planned, tokenizer = planned_samples(newest), newest.tokenizer_folder
     else:
-        tokenizer = starting_tokenizer(run)
+        tokenizer = extended_tokenizer(run)
     documents = explain_step(run, step, planned, tokenizer)
     if answer({"step": step, "documents": documents}, json_out):
         columns = [name for name in documents[0] if name != "data"]

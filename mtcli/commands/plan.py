@@ -176,7 +176,7 @@ def plan(
         if presets:
             _require_alone(given_flags(context, OF_PLANS))
             return _list_presets(json_out)
-        from mtcli.core.checkpoint.fine_tuning import source_of
+        from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request, with_run
         from mtcli.core.plan.launch_files import nodes_of, write_launch_files
@@ -184,7 +184,7 @@ def plan(
 
         source = source_of(_source(config, rank, dry_run), base=base)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
-        overrides = with_vocabulary(source, overrides)
+        overrides = with_vocabulary(source, overrides, starting_tokenizer)
         requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
         asked = with_run(asked, tokens, price, minimise, assume)

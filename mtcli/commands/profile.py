@@ -64,14 +64,14 @@ def profile(
     if is_run(config):
         _require_no_steps(context, config)
         return _show_run(config, report, plot, json_out)
-    from mtcli.core.checkpoint.fine_tuning import source_of
+    from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
     from mtcli.core.config.rules import load_checked
     from mtcli.core.data.vocabulary import with_vocabulary
     from mtcli.core.training.run_config import with_texts
 
     source, world = source_of(config, base=base), num_ranks(nproc)
     flags, _ = with_texts(source, overrides, world, partial(echo, err=True))
-    run = load_checked(source, with_vocabulary(source, flags), world)
+    run = load_checked(source, with_vocabulary(source, flags, starting_tokenizer), world)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
     run = run.model_copy(update={"train": total})

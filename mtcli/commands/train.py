@@ -78,7 +78,7 @@ def train(
     json_out: JsonOut = None,
 ) -> None:
     """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
-    from mtcli.core.checkpoint.fine_tuning import source_of
+    from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.data.vocabulary import with_vocabulary
     from mtcli.core.runtime.attempts import times_restarted
@@ -102,7 +102,7 @@ def train(
         checks = [lambda: _require_folder(source, overrides, *begins)] if first else []
         flags, texts = with_texts(source, overrides, num_ranks(nproc), say, *checks)
         size = max((text.vocab_size for text in texts), default=None)
-        flags = with_vocabulary(source, flags, size)
+        flags = with_vocabulary(source, flags, starting_tokenizer, size)
         start = partial(_require_start, source, flags, *begins, not texts)
         run: RunConfig
         run, *_ = collect_errors(
@@ -220,6 +220,7 @@ def _require_start(
     from mtcli.core.data.subset import require_subset
     from mtcli.core.evaluate.tasks.registry import require_training_tasks
     from mtcli.core.training.run_lock import require_startable
+    from mtcli.core.training.run_tokenizer import new_ids
 
     config, _ = read_config(source, overrides)
     if config is None:
@@ -228,9 +229,10 @@ def _require_start(
         lambda: require_training_tasks(config.eval),
         lambda: require_startable(Path(config.train.output), resume, anew),
     ]
+    of_weights = (require_weights, new_ids)
     of_data = [lambda: require_data(config), lambda: require_subset(config)]
     collect_errors(
         *(of_data if has_data else []),
         *steps,
-        *([] if resume else [lambda: require_weights(config)]),
+        *([] if resume else [partial(check, config) for check in of_weights]),
     )

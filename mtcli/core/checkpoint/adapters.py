@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import MANIFEST
+from mtcli.core.checkpoint.new_rows import with_trained_tables
 from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
 from mtcli.core.checkpoint.run_progress import progress_of
 from mtcli.core.config.errors import MtcliError, Problem, wrong
@@ -77,6 +78,8 @@ def with_base(
         message += f"and it has now {weights_hash(base)}"
         hint = "they are for the weights that they were trained on"
         raise wrong(message, f"{hint}: {flag} FOLDER names these")
+    if train.new_tokens:
+        base = with_trained_tables(base, checkpoint)
     bare = checkpoint.config.model_copy(update={"lora": LoraConfig()})
     return merged(checkpoint, base, checkpoint.config.lora, bare)
 

@@ -130,6 +130,9 @@ def require_weights(config: RunConfig) -> None:
     model = model_of(source)
     if model is None or config.model.num_experts != model.num_experts:
         return  # what opens it says more
+    if config.train.new_tokens:
+        size = max(model.vocab_size, config.model.vocab_size)
+        model = model.model_copy(update={"vocab_size": size})
     differs = _differences(config.model.model_dump(), model.model_dump())
     if differs:
         command = f"mtcli train {config.train.init}" if source.format == "hf" else ""

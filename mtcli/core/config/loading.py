@@ -301,6 +301,8 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "no_path":
         hint = "give it a path without NUL bytes, such as runs/a"
         return Problem(detail["msg"], hint, ".".join(path))
+    if detail["type"] == "no_file":
+        return Problem(detail["msg"], "a file of one text a line, or a list", ".".join(path))
     return refused_value(RunConfig, detail)
 
 

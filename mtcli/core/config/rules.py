@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from operator import attrgetter
@@ -399,6 +400,29 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
             said = f"there is no module {name!r} to train whole in this model"
             tied = "; its head is the embedding" * m.tie_embeddings
             yield Problem(said, f"known: {', '.join(modules)}{tied}", "lora.modules_to_save")
+
+
+def _new_tokens_have_a_place(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that new tokens differ, and extend the tokenizer of a language model's weights."""
+    texts, field = config.train.new_tokens, "train.new_tokens"
+    if not texts:
+        return
+    said = f"new_tokens={shown(list(texts))}"
+    twice = sorted(text for text, count in Counter(texts).items() if count > 1)
+    if twice or not all(texts):
+        what = f"has {', '.join(map(shown, twice))} twice" if twice else "has an empty text"
+        yield Problem(f"{said} {what}", "texts that differ", field)
+    if not config.train.init:
+        message = f"{said} without train.init: they are added to what weights know"
+        hint = "--init CHECKPOINT; a tokenizer of its own has them: preprocess --tokenizer FOLDER"
+        yield Problem(message, hint, field)
+    if config.model.head != "lm":
+        message = f"{said} with head={config.model.head!r}"
+        yield Problem(message, "they are for language models: leave them out", field)
+    if config.data.tokenizer:
+        message = f"{said} with data.tokenizer={shown(config.data.tokenizer)}"
+        hint = "leave data.tokenizer out: they are added to that of train.init"
+        yield Problem(message, hint, field)
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -858,6 +882,7 @@ RULES: tuple[Rule, ...] = (
     fields_are_used,
     _weights_are_compiled,
     _adapters_fit,
+    _new_tokens_have_a_place,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
     *OF_DATA,

@@ -10,6 +10,7 @@ from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from mtcli.core.config.fields import (
     AnyOf,
@@ -24,6 +25,7 @@ from mtcli.core.config.fields import (
 )
 from mtcli.core.config.model import ModelConfig, RopeScaling
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
+from mtcli.core.config.untrusted import read_untrusted, shown
 
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 # What reads labelled data, by its format; the others are read by more than one head.
@@ -56,6 +58,24 @@ def _listed(value: Any) -> Any:
 Sources = Annotated[
     tuple[PathText, ...],
     BeforeValidator(_listed, json_schema_input_type=str | tuple[PathText, ...]),
+]
+
+
+def _lines(value: Any) -> Any:
+    """Reads a file's lines where a text names one; blank ones are left out."""
+    if not isinstance(value, str):
+        return value
+    try:
+        lines = read_untrusted(value).decode().splitlines()
+    except (OSError, ValueError):
+        raise PydanticCustomError(
+            "no_file", "{text} is no file of texts", {"text": shown(value)}
+        ) from None
+    return [line for line in lines if line.strip()]
+
+
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(_lines, json_schema_input_type=str | tuple[str, ...])
 ]
 
 
@@ -326,6 +346,8 @@ class TrainConfig(Section):
     """the weights that adapters of train.init are for, where these have moved; --base sets it"""
     freeze: tuple[str, ...] = ()
     """parameters left as they are, by checkpoints' names: ["embedding", "blocks.0-3.*"]"""
+    new_tokens: Texts = ()
+    """texts, or a file of one a line: added to the tokenizer of train.init, with rows to train"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

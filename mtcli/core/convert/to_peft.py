@@ -19,6 +19,7 @@ from mtcli.core.checkpoint.huggingface.peft import (
 from mtcli.core.checkpoint.huggingface.peft_saved import read_saved
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import code_of, dtype_name
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.convert.to_mtcli import tokenizer_of
 from mtcli.core.runtime.atomic_writes import atomic_folder, partial_name
@@ -32,6 +33,9 @@ def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
     """
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     adapters, base, lora = source.adapters
+    if source.config and (count := len(source.config.train.new_tokens)):
+        message = f"{source.folder} has {count} new tokens, whose rows its base lacks"
+        raise wrong(message, "--to hf --merge-lora writes the whole model")
     modules = peft_modules(source)
     dtype = adapters.dtype(next(name for name in adapters.names() if ".adapter." in name))
     boxes = [side[0] for module in modules for side in (module.a, module.b)]

@@ -2,24 +2,37 @@
 
 Rows that are never a target are only pushed away, and with a high learning rate the loss has
 spikes. So the tokenizer of the data overrides a preset's vocabulary, but not one that the config
-sets.
+sets. New tokens grow the vocabulary of initial weights that have too few spare rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from mtcli.core.config.blend import read_blend
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import Table, preset_names, read_config, read_table, with_overrides
 from mtcli.core.config.schema import RunConfig
 
+TokenizerOf = Callable[[RunConfig], Path | None]  # the folder of a run's initial weights
+
 
 def with_vocabulary(
-    source: str | Table, overrides: list[str], size: int | None = None
+    source: str | Table,
+    overrides: list[str],
+    tokenizer_of: TokenizerOf,
+    size: int | None = None,
 ) -> list[str]:
     """Returns the overrides, preceded by the vocabulary of the data's tokenizer where the model's
-    is a preset's and the run starts from no weights. `size` is that of data yet to be made."""
+    is a preset's and the run starts from no weights, or by one that has room for new tokens. `size`
+    is that of data yet to be made."""
     try:
         config, _ = read_config(source, overrides)
+        if config and config.train.new_tokens and (folder := tokenizer_of(config)):
+            from mtcli.core.data.new_tokens import extended_size  # tokenizers, for no plan
+
+            size = extended_size(folder, config.train.new_tokens)
+            grows = size > config.model.vocab_size
+            return [f"model.vocab_size={size}", *overrides] if grows else overrides
         size = size or (_largest(config) if config else None)
         if (
             config is None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from mtcli.core.checkpoint.fine_tuning import source_of
+from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.plan.answer import PlanAnswer, answer, read_request, with_run
@@ -85,6 +85,6 @@ def plan(
     Raises MtcliError with every problem of an illegal config. A plan that does not fit is returned.
     """
     source = source_of(fspath(config))
-    overrides = with_vocabulary(source, list(overrides))
+    overrides = with_vocabulary(source, list(overrides), starting_tokenizer)
     asked = read_request(source, overrides, (), gpus, device)
     return Plan(answer(with_run(asked, tokens, None, "time"), top, rehearsed))

@@ -13,6 +13,7 @@ dimension of weights, and tp that of biases and norms, as it does the columns of
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.lora import saved_modules
@@ -59,7 +60,13 @@ def pattern_problems(config: RunConfig) -> list[Problem]:
     train."""
     model, freeze, groups = config.model, config.train.freeze, config.optimizer.group
     problems = unmatched(parameters(model), freeze, "train.freeze")
-    trained = {n: p for n, p in run_parameters(model, config.lora, freeze).items() if p.trained}
+    table = run_parameters(model, config.lora, freeze)
+    trained = {n: p for n, p in table.items() if p.trained}
+    modules, names = saved_modules(model), table.keys() - trained.keys()
+    if config.train.new_tokens and (frozen := names & {*chain(*modules.values())}):
+        message = f"new_tokens with frozen {', '.join(sorted(frozen))}, which trains no row of them"
+        hint = f"lora.modules_to_save = {[*modules]}" if config.lora.rank else "freeze fewer"
+        problems.append(Problem(message, hint, "train.new_tokens"))
     for number, group in enumerate(groups):
         problems += unmatched(trained, group.match, f"optimizer.group.{number}.match")
     if not trained:

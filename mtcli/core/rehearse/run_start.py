@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.checkpoint.run_progress import planned_samples, progress_of
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.phases import PhaseSpan, phase_after, phases_of, tokens_of
@@ -39,6 +38,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import num_samples, open_batches
 from mtcli.core.training.phase_data import samples_of_sources
 from mtcli.core.training.run_log import data_header, run_header
+from mtcli.core.training.run_tokenizer import extended_tokenizer
 from mtcli.core.training.state import StartingPoint, starting_notes, starting_point, with_tokenizer
 
 ROWS = 64  # that are read at once
@@ -259,5 +259,5 @@ def _text(config: RunConfig, prefix: str | None, ids: np.ndarray) -> str | None:
     """Decodes ids by the tokenizer of the data at `prefix`, of the config, or of the initial
     weights; None without one."""
     spec = (prefix and tokenizer_folder(prefix)) or config.data.tokenizer
-    spec = spec or starting_tokenizer(config)
+    spec = spec or extended_tokenizer(config)
     return load_tokenizer(spec).decode(ids.tolist()) if spec else None

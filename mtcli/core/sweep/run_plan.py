@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.fine_tuning import require_weights, source_of
+from mtcli.core.checkpoint.fine_tuning import require_weights, source_of, starting_tokenizer
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
@@ -18,6 +18,7 @@ from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
 from mtcli.core.training.run_config import with_data_steps, with_texts
+from mtcli.core.training.run_tokenizer import new_ids
 
 
 class SweepRequest(NamedTuple):
@@ -80,7 +81,9 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
     def space_of() -> SweepSpace:
         source = source_of(request.config, request.init, request.base)
         flags, _ = with_texts(source, request.overrides, world, write_line)
-        return SweepSpace(source, with_vocabulary(source, flags), request.output)
+        return SweepSpace(
+            source, with_vocabulary(source, flags, starting_tokenizer), request.output
+        )
 
     (space,) = collect_errors(
         space_of,
@@ -130,7 +133,11 @@ def _planned(config: RunConfig, resume: bool) -> RunConfig:
 
 
 def _require_start(config: RunConfig, resume: bool) -> None:
-    checks = [require_data, require_subset, *([] if resume else [require_weights])]
+    checks = [
+        require_data,
+        require_subset,
+        *([] if resume else [require_weights, new_ids]),
+    ]
     collect_errors(*(partial(check, config) for check in checks))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
 from mtcli.core.config.phases import PhaseSpan, phases_of
@@ -47,6 +46,7 @@ from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.training.bert_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.consumed_samples import require_sources
+from mtcli.core.training.run_tokenizer import extended_tokenizer
 from mtcli.core.training.token_inputs import TokenInputs, TokenRead
 
 Read = TokenRead | EncoderRead
@@ -237,7 +237,7 @@ def open_batches(
     """Opens the samples of a run as its data.format and its model's head read them."""
     samples = order.end
     if config.data.format == "conversations":
-        conversations = open_conversations(config, starting_tokenizer(config), which)
+        conversations = open_conversations(config, extended_tokenizer(config), which)
         conversations.num_samples, conversations.planned = samples, order.planned or samples
         return conversations
     if config.model.head != "lm":

@@ -32,7 +32,8 @@ from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
 from mtcli.core.training.run_log import RunLog, data_header, run_header
-from mtcli.core.training.save import Saver, run_tokenizer
+from mtcli.core.training.run_tokenizer import run_tokenizer
+from mtcli.core.training.save import Saver
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
     RunState,

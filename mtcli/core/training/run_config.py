@@ -32,6 +32,7 @@ from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import pattern_problems, stage_layers
 from mtcli.core.runtime.private_folder import adds_to_caches
+from mtcli.core.training.run_tokenizer import extended_tokenizer
 
 STEPS = "train.steps"
 OF_STEPS = ("optimizer.decay_steps", "sync.warmup_steps")
@@ -78,7 +79,7 @@ def with_texts(
         return Tokenized(overrides, [])
     run = config
     texts, *_ = collect_errors(
-        lambda: texts_of(run, starting_tokenizer(run)),
+        lambda: texts_of(run, extended_tokenizer(run)),
         lambda: load_checked(source, overrides, world),
         *checks,
     )
@@ -100,7 +101,7 @@ def with_data_steps(run: RunConfig) -> RunConfig:
     MtcliError where that is wrong, or the warm-up is longer."""
     if run.data.format == "tokens" or not run.data.train:
         return run
-    return with_steps(run, starting_tokenizer(run))
+    return with_steps(run, extended_tokenizer(run))
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def resolve(name: str, overrides: Sequence[str] = (), world: int | None = None) 
     Raises MtcliError with all of its problems. Data that is not on this machine is none.
     """
     source, given = source_of(name), list(overrides)
-    flags = with_vocabulary(source, given)
+    flags = with_vocabulary(source, given, starting_tokenizer)
     world = world or _fewest_ranks(source, flags)
     config, unknown = load_checked(source, flags, world), False
     by_data = bool(config.train.epochs) and "steps" not in config.train.model_fields_set

@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, on_host
-from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
-from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
+from mtcli.core.checkpoint.fine_tuning import starting_folder
+from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, require_inside
 from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION_JSON
 from mtcli.core.checkpoint.retention import Best
 from mtcli.core.checkpoint.run_progress import RunProgress
@@ -26,13 +26,12 @@ from mtcli.core.checkpoint.store import save, save_together
 from mtcli.core.config.errors import Exit, MtcliError, failed
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.indexed import tokenizer_folder
-from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.tree import Tree, make_tree
 from mtcli.core.runtime.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunRecords, SaveRecord
 from mtcli.core.training.run_log import RunLog
+from mtcli.core.training.run_tokenizer import run_tokenizer
 from mtcli.core.training.state import RunState, saved_replicas, shards
 
 RUINED = "holds a value that is not finite"
@@ -229,26 +228,6 @@ def _unheld(reason: str) -> HostCopy:
         raise failed(f"there is no room for a snapshot of {reason}")
 
     return HostCopy([], wait)
-
-
-def run_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of a checkpoint's tokenizer, if any: the one that made the training data, where
-    preprocess left it, or that texts are read with."""
-    if config.data.tokenizer or config.data.format == "conversations":
-        return _own_tokenizer(config)
-    prefixes = [word for word in config.data.train if tokenizer_folder(word)]
-    return tokenizer_folder(prefixes[0]) if prefixes else None
-
-
-def _own_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of data.tokenizer; a named one is written next to the checkpoints."""
-    spec = config.data.tokenizer
-    if spec is None:
-        return starting_tokenizer(config)
-    path = Path(spec).expanduser()
-    if path.exists():
-        return path if path.is_dir() else path.parent
-    return load_tokenizer(spec).save(Path(config.train.output) / TOKENIZER)
 
 
 def _original_configs(config: RunConfig) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import OPTIMIZER
+from mtcli.core.checkpoint.new_rows import with_new_rows
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.run_progress import (
@@ -46,13 +47,14 @@ from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.run_tokenizer import new_ids, new_token_notes
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED: tuple[str, ...]
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("lora.rank", "lora.alpha", "lora.targets", "lora.modules_to_save")
-FIXED += ("train.freeze",)
+FIXED += ("train.freeze", "train.new_tokens")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
 OF_PHASES: tuple[str, ...]
@@ -137,6 +139,8 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     if config.train.init:
         checkpoint = open_agreed(Path(config.train.init), world, config.train.base)
         together(world, lambda: verify_weights(checkpoint, world.rank, world.size))
+        if ids := together(world, lambda: new_ids(config)):
+            checkpoint = with_new_rows(checkpoint, config.model.vocab_size, ids)
         return StartingPoint(checkpoint, is_own=False)
     if config.lora.rank:
         raise no_base(config.lora)
@@ -156,6 +160,7 @@ def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
         return []
     fresh = ", ".join(sorted(missing_head(start.checkpoint, config.model)))
     notes = [f"note: {fresh} begin from the seed"] if fresh else []
+    notes += new_token_notes(config)
     if start.checkpoint.weights_differ:
         notes.append(f"note: {start.checkpoint.averaging}")
     return notes

@@ -250,6 +250,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "(fp8_scaling='blockwise'): attention.qkv 96 x 256, attention.out 256 x 32, "
         "mlp.up 64 x 256, mlp.down 256 x 64",
         "less tp, or train.precision = 'bf16'"),
+    "_new_tokens_have_a_place": (
+        ["train.new_tokens=['<a>', '<b>']"], 1, "train.new_tokens",
+        "new_tokens=['<a>', '<b>'] without train.init: they are added to what weights know",
+        "--init CHECKPOINT; a tokenizer of its own has them: preprocess --tokenizer FOLDER"),
 }
 ALSO = {  # further branches of the same rules
     "one bit updates all parameters alike": (
@@ -257,6 +261,20 @@ ALSO = {  # further branches of the same rules
          "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
         "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
         "leave the groups out, or sync.method = 'all_reduce'"),
+    "new tokens differ": (
+        ["train.new_tokens=['<b>', '<a>', '<b>']", "train.init=weights"], 1, "train.new_tokens",
+        "new_tokens=['<b>', '<a>', '<b>'] has '<b>' twice", "texts that differ"),
+    "new tokens have text": (
+        ["train.new_tokens=['', '<a>']", "train.init=weights"], 1, "train.new_tokens",
+        "new_tokens=['', '<a>'] has an empty text", "texts that differ"),
+    "new tokens are of language models": (
+        ["train.new_tokens=['<a>']", "train.init=weights", "model.architecture=bert"], 1,
+        "train.new_tokens", "new_tokens=['<a>'] with head='mlm'",
+        "they are for language models: leave them out"),
+    "new tokens extend the tokenizer of the weights": (
+        ["train.new_tokens=['<a>']", "train.init=weights", "data.tokenizer=other"], 1,
+        "train.new_tokens", "new_tokens=['<a>'] with data.tokenizer='other'",
+        "leave data.tokenizer out: they are added to that of train.init"),
     "a tied head is no module of its own": (
         ["lora.rank=4", "lora.modules_to_save=['lm_head']", "model.tie_embeddings=true"], 1,
         "lora.modules_to_save",

@@ -7,6 +7,7 @@ import pytest
 from indexed_dataset import write_dataset
 from tiny import GPT, run_config
 
+from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.loading import load_config, preset_names, read_table
 from mtcli.core.data.vocabulary import describe_vocabulary, vocabulary_notes, with_vocabulary
 
@@ -28,7 +29,9 @@ def dataset(tmp_path):
 
 
 def size_of(source, *overrides):
-    return load_config(source, with_vocabulary(source, list(overrides))).model.vocab_size
+    return load_config(
+        source, with_vocabulary(source, list(overrides), starting_tokenizer)
+    ).model.vocab_size
 
 
 def test_a_preset_takes_the_vocabulary_of_its_data_s_tokenizers(dataset):
@@ -61,7 +64,7 @@ def test_facts_that_are_damaged_are_left_to_what_reads_the_data(dataset, tmp_pat
     for text in ("{", "[]", '{"tokenizer": 3}', '{"tokenizer": {"vocab_size": -1}}'):
         (tmp_path / "bad.json").write_text(text)
         assert size_of("tiny", f"data.train={prefix}") == 8192
-    assert with_vocabulary("no such preset", ["a.b=1"]) == ["a.b=1"]
+    assert with_vocabulary("no such preset", ["a.b=1"], starting_tokenizer) == ["a.b=1"]
 
 
 @pytest.mark.parametrize(
