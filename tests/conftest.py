@@ -45,6 +45,16 @@ def _torch_as_it_comes():
         products.set_bfloat16_in_float32(False)
 
 
+@pytest.fixture(autouse=True)
+def _no_rank_of_a_launcher():
+    """A test that leaves a launcher's variables would make later ones ranks of it."""
+    yield
+    left = {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    for name in left:
+        del os.environ[name]
+    assert not left
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests share its fixtures, and so a process; in parity those of a model its one-rank
