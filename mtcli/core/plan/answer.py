@@ -80,6 +80,7 @@ class PlanAnswer:
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
     phases: tuple[PhasePlan, ...] = ()  # that have steps; none of a run without [[phase]]
+    data: tuple[str, ...] = ()  # what tokenizing each text takes that the run would begin with
 
     @property
     def fullest(self) -> Prediction:
