@@ -48,7 +48,7 @@ def run_ranks(
 
     `goes_on` returns the hint after a rank's fault; by default to run the command again.
     """
-    from mtcli.core.runtime.launch import become_only_rank, bring_up, environment_world, launch
+    from mtcli.core.runtime.launch import bring_up, environment_world, keep_freed_blocks, launch
     from mtcli.core.runtime.worker_errors import again
 
     goes_on = goes_on or again
@@ -56,7 +56,7 @@ def run_ranks(
         if nproc > 1 or max_restarts:
             launch(nproc, sys.argv[1:], max_restarts, goes_on)
             return None
-        become_only_rank()
+        keep_freed_blocks()
     settings = train.matmul, train.debug_collectives, train.cuda_graphs, goes_on
     with bring_up(train.device, train.timeout, *settings) as runtime:
         return work(runtime)
