@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mtcli.core.runtime.worker_errors import GoesOn
 
 Result = TypeVar("Result")
-# What a forward pass reads, and the micro-batch that a layout's rules are about.
-FORWARD = ("model.", "parallel.", "train.", "batch.micro_batch_size")
 
 
 def num_ranks(nproc: int) -> int:
@@ -31,7 +29,9 @@ def num_ranks(nproc: int) -> int:
         return nproc
     if nproc > 1 and LAUNCHED not in os.environ:
         message = f"{nproc} workers are asked for in one of {world} ranks that a launcher started"
-        raise wrong(message, "leave it out: torchrun, srun and others start the ranks", "--nproc")
+        raise wrong(
+            message, "leave --nproc out: torchrun, srun and others start the ranks", "--nproc"
+        )
     return world
 
 
@@ -78,8 +78,12 @@ def require_model(
     `encoders`; and for config sections that no forward pass reads.
     """
     from mtcli.core.checkpoint.folder import find_checkpoints, model_of
-    from mtcli.core.config.errors import MtcliError
-    from mtcli.core.config.rules import forward_config, of_training, require_causal, require_stored
+    from mtcli.core.config.rules import (
+        forward_config,
+        require_causal,
+        require_forward,
+        require_stored,
+    )
 
     model = model_of(find_checkpoints([checkpoint], base)[0])
     if model is None:
@@ -87,8 +91,5 @@ def require_model(
     if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
     require_stored(weights, forward_config(model, overrides, world), "cpu")
-    fields = (override.partition("=")[0].strip() for override in overrides)
-    unread = [field for field in fields if not field.startswith(FORWARD)]
-    if unread:
-        raise MtcliError(*map(of_training, unread))
+    require_forward(overrides)
     return model

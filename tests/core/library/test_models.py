@@ -125,7 +125,7 @@ def test_ranks_of_torchrun_open_a_model_together(saved, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([[1, 2], [3]], "no equally long lists"),
+        ([[1, 2], [3]], "no rows of equally many ids"),
         ([], "are no rows"),
         ([[[1]]], "are no rows"),
         ([[1, 150]], "tokens 1 to 150 of a vocabulary of 150"),
