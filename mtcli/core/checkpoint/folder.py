@@ -102,7 +102,7 @@ def find_checkpoints(
     if base is None:
         return sources
     if not any(source.has_adapters for source in sources):
-        raise wrong(f"{' and '.join(paths)} holds no adapters", "leave it out", "--base")
+        raise wrong(f"{' and '.join(paths)} holds no adapters", "leave --base out", "--base")
     try:
         find_checkpoint(Path(base), fetch)
     except MtcliError as error:
