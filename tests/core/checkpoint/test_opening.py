@@ -105,7 +105,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, name, expected):
 def test_a_preset_is_refused_as_it_has_no_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MtcliError, match="tiny is a preset, which has no weights"):
-        open_checkpoint("tiny")
+        open_checkpoint(Path("tiny"))
 
 
 def test_a_missing_file_is_named_and_the_checkpoint_before_is_offered(run):
