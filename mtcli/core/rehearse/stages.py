@@ -20,6 +20,7 @@ from mtcli.core.model.build import activation_format
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.plan.activations import gathered_bytes
+from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.search import with_batch
 from mtcli.core.plan.workload import Workload
@@ -28,9 +29,11 @@ from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.rehearse.request import Rehearsal, StageKind, kind_of
 from mtcli.core.schedule.ops import Op, OpKind, Schedule
 from mtcli.core.training.loader import synthetic_loader
+from mtcli.kernels.multi_tensor import CHUNK
 
 # Blocks of a stage that run; with zero = 3 a block gathers the weights of the next one.
 BLOCKS, SHARDED_BLOCKS = 3, 4
+CHUNK_ROW = 16  # bytes of a row of kernels.multi_tensor's chunks, which stay from step to step
 
 
 class Mark(NamedTuple):
@@ -97,7 +100,15 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
         trainer.strategy.settle()  # as the next forward does, ahead of any peak
         trace.mark("update", -1)
     more = gathered_bytes(work, pp_rank) - gathered_bytes(short, at)
-    return _rank_bytes(work, trace.marks, pp_rank, numbers, more, casts)
+    found = _rank_bytes(work, trace.marks, pp_rank, numbers, more, casts)
+    chunks = (_updated(work, pp_rank) - _updated(short, at)) / CHUNK
+    return found._replace(standing=found.standing + chunks * CHUNK_ROW * (not rehearsal.on_cpu))
+
+
+def _updated(work: Workload, pp_rank: int) -> int:
+    """Elements that a rank's optimizer updates."""
+    elements = rank_elements(work, pp_rank)
+    return elements.shard if work.zero else elements.total
 
 
 def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
