@@ -154,7 +154,7 @@ def _report(sweep: "Sweep", json_out: str | None) -> None:
     summary = sweep.write()
     picture = _draw(sweep)
     if answer({**summary, "picture": picture}, json_out):
-        columns = ("trial", "loss", "valid", "steps", "status")
+        columns = ("trial", record.MEAN_LOSS, "valid", "steps", "status")
         print_table("", columns, board.rows(sweep.records))
     say_wrote(picture, str(sweep.plan.output / record.NAME))
 

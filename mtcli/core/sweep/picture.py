@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtcli.core.profile.render.drawing import Chart, save
-from mtcli.core.sweep.record import TrialRecord
+from mtcli.core.sweep.record import AVERAGED, TrialRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +97,9 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
     if not numeric or len(order) <= MOST_TICKS:
         axes.set_xticks([places[v] for v in order], [_words(v) for v in order])
         axes.set_xticks([], minor=True)
-    named = "validation loss" if any(r.valid_loss is not None for r in shown) else "final loss"
+    named = "validation loss"
+    if all(r.valid_loss is None for r in shown):
+        named = f"mean loss of the last {AVERAGED} steps"
     axes.set(xlabel=field, ylabel=named)
 
 
