@@ -298,7 +298,7 @@ def _tensors(*arguments: Any) -> list[Tensor]:
 
 def _stays_on_host(taken: Sequence[Tensor], given: Mapping[str, Any]) -> bool:
     """Whether an operation takes tensors of the host alone, and leaves its result there."""
-    return bool(taken) and not any(x.is_meta for x in taken) and given.get("device") != META
+    return not any(x.is_meta for x in taken) and given.get("device") != META
 
 
 def _reaches_host(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
