@@ -111,6 +111,7 @@ def test_a_sweep_that_was_told_to_stop_saves_all_and_goes_on_bit_for_bit(tmp_pat
     assert sweep(config, *words, out="whole").returncode == 0
     done = sweep(config, *words, out="cut", fault=stop_after_two_steps)
     assert done.returncode == 130, done.stderr
+    assert "stopped, as it was told to; " in done.stderr and "with --resume" in done.stderr
     first = json.loads((tmp_path / "cut" / "sweep.json").read_text())["trials"]
     assert {t["steps"] for t in first} == {2, 0} and {t["status"] for t in first} == {"waiting"}
     refused = sweep(config, *words, out="cut")

@@ -44,8 +44,8 @@ def write_launch_files(
     p = max((p, *(one.prediction for one in answer.phases)), key=lambda p: p.step_seconds)
     title = f"# {p.work.layout_words}, on {p.work.layout.world} x {p.device.name}"
     title += f"\n# The run: {answer.length}" * bool(answer.length)
-    planned = LaunchPlan(title, p, run, config)
-    texts = [(sbatch, batch_script(planned)), (jobset, job_set(planned))]
+    launch = LaunchPlan(title, p, run, config)
+    texts = [(sbatch, batch_script(launch)), (jobset, job_set(launch))]
     for target, text in texts:
         if target:
             with aside(target) as path:
