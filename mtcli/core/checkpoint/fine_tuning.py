@@ -21,8 +21,8 @@ from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.runtime.hub import fetch_config, is_hub, pinned
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
-# what the weights know is kept.
-OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
+# what the weights know is kept. The first step has it all, as few may follow.
+OPTIMIZER = {"lr": 2e-5, "warmup_steps": 1, "weight_decay": 0.0}
 
 
 def is_weights(source: str) -> bool:
