@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mtcli.core.config.counts import counted
+
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1,h2{font-weight:600}h2{margin-top:2.5rem}table{border-collapse:collapse;width:100%}
@@ -42,8 +44,10 @@ def report_html(report: Mapping[str, Any]) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     files, bad = report["inputs"]["files"], report["bad_lines"]
     size = sum(file["bytes"] for file in files)
-    output = f"{report['documents']:,} documents in {len(report['shards']):,} shards"
-    lines = [f"<p>{len(files):,} files of {size / 1e6:,.1f} MB became {output}.</p>"]
+    output = (
+        f"{counted(report['documents'], 'document')} in {counted(len(report['shards']), 'shard')}"
+    )
+    lines = [f"<p>{counted(len(files), 'file')} of {size / 1e6:,.1f} MB became {output}.</p>"]
     if bad["count"]:
         lines.append(f"<p>{bad['count']:,} records could not be read:</p>")
         lines.append(_table(("record",), [[line] for line in bad["examples"]]))
@@ -137,7 +141,8 @@ def _clusters(stage: str, clusters: Mapping[str, Any]) -> str:
     sizes = sorted((int(size), count) for size, count in clusters["sizes"].items())
     names = [str(size) for size, _ in sizes[:20]]
     parts = [
-        f"<h2>Duplicates: {escape(stage)}</h2><p>{clusters['count']:,} clusters, by documents:</p>",
+        f"<h2>Duplicates: {escape(stage)}</h2>"
+        f"<p>{counted(clusters['count'], 'cluster')}, by documents:</p>",
         _columns(names, [(count,) for _, count in sizes[:20]]),
     ]
     if stage == "fuzzy":
