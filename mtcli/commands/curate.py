@@ -238,23 +238,19 @@ def _told(name: str, value: Any) -> str:
 
 def _show(report: dict[str, Any], output: Path) -> None:
     """Prints a table of stages, then the name of the written folder."""
+    from mtcli.core.curate.report import why
     from mtcli.core.runtime.console import print_table
 
+    parts = ("documents_in", "documents_dropped", "documents_cut", "pieces", "documents_out")
     rows = []
     for stage in report["stages"]:
-        lost = stage["documents_in"] - stage["documents_out"]
-        reasons = sorted(stage["reasons"].items(), key=lambda item: (-item[1], item[0]))
-        rows.append(
-            [
-                stage["stage"],
-                f"{stage['documents_in']:,}",
-                f"{stage['documents_out']:,}",
-                f"{lost:,}",
-                f"{stage['bytes_out'] / 1e6:,.2f}",
-                ", ".join(f"{reason} {count:,}" for reason, count in reasons[:4]),
-            ]
-        )
-    print_table("", ("stage", "documents", "left", "removed", "MB left", "why"), rows)
+        counts = {name: f"{stage[name]:,}" for name in parts}
+        if not stage["documents_cut"]:
+            counts |= {"documents_cut": "", "pieces": ""}
+        size = f"{stage['bytes_out'] / 1e6:,.2f}"
+        rows.append([stage["stage"], *counts.values(), size, why(stage)])
+    columns = ("stage", "documents", "dropped", "cut", "pieces", "left", "MB left", "why")
+    print_table("", columns, rows)
     bad = report["bad_lines"]
     if bad["count"]:
         echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")

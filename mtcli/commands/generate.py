@@ -159,13 +159,14 @@ def generate(
     json_out: JsonOut = None,
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
+    from mtcli.core.config.arguments import require_ids
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
 
     talks = chat and not prompt and prompts is None and sys.stdin.isatty()
     (texts, done), _, _, _, _, biases, train, model = collect_errors(
         lambda: ([], ()) if talks else _prompts(prompt, prompts, output, n, resume),
-        lambda: _require_text(stop, "--stop"),
+        lambda: _require_stops(stop),
         lambda: _require_top_p(top_p),
         lambda: _require_draws(context, temperature),
         lambda: _require_chat(context, chat, system, talks, num_ranks(nproc)),
@@ -173,9 +174,8 @@ def generate(
         lambda: train_settings(overrides, device=device),
         lambda: require_model(checkpoint, overrides, num_ranks(nproc), base=base, weights=weights),
     )
-    if model is not None and (beyond := [id for id in biases if id >= model.vocab_size]):
-        message = f"the id {beyond[0]} is not among the vocabulary's {model.vocab_size}"
-        raise wrong(message, f"0 to {model.vocab_size - 1}", "--logit-bias")
+    if model is not None:
+        require_ids(biases, model.vocab_size, "--logit-bias")
 
     def work(runtime: "Runtime") -> None:
         from mtcli.core.inference.model import open_model
@@ -236,6 +236,13 @@ def _require_text(texts: list[str], flag: str) -> None:
             raise wrong(f"{text!r} is not text in this locale", hint, flag) from None
 
 
+def _require_stops(stops: list[str]) -> None:
+    """Raises MtcliError for strings that no text ends before: those that are no text, or empty."""
+    _require_text(stops, "--stop")
+    if "" in stops:
+        raise wrong("an empty text would end every text", '--stop "TEXT", or none', "--stop")
+
+
 def _require_draws(context: typer.Context, temperature: float) -> None:
     """Raises MtcliError for sampling flags where the temperature is 0, which is greedy."""
     given = given_flags(context, DRAWS) if temperature == 0.0 else []
@@ -260,7 +267,9 @@ def _require_chat(
         if not chat:
             raise wrong("it is a message of a conversation", "add --chat", "--system")
     if talks and world > 1:
-        raise wrong(f"{world} ranks read no terminal", "leave it out, or --prompt", "--nproc")
+        raise wrong(
+            f"{world} ranks read no terminal", "leave --nproc out, or --prompt TEXT", "--nproc"
+        )
     if talks and (given := given_flags(context, OF_TEXTS)):
         what = "it is of texts for prompts, and a talk has none"
         raise MtcliError(*(Problem(what, "--prompt TEXT", flag) for flag in given))

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mtcli.core.runtime.worker_errors import GoesOn
 
 Result = TypeVar("Result")
-# What a forward pass reads, and the micro-batch that a layout's rules are about.
-FORWARD = ("model.", "parallel.", "train.", "batch.micro_batch_size")
 
 
 def num_ranks(nproc: int) -> int:
@@ -31,7 +29,9 @@ def num_ranks(nproc: int) -> int:
         return nproc
     if nproc > 1 and LAUNCHED not in os.environ:
         message = f"{nproc} workers are asked for in one of {world} ranks that a launcher started"
-        raise wrong(message, "leave it out: torchrun, srun and others start the ranks", "--nproc")
+        raise wrong(
+            message, "leave --nproc out: torchrun, srun and others start the ranks", "--nproc"
+        )
     return world
 
 
@@ -48,7 +48,7 @@ def run_ranks(
 
     `goes_on` returns the hint after a rank's fault; by default to run the command again.
     """
-    from mtcli.core.runtime.launch import become_only_rank, bring_up, environment_world, launch
+    from mtcli.core.runtime.launch import bring_up, environment_world, keep_freed_blocks, launch
     from mtcli.core.runtime.worker_errors import again
 
     goes_on = goes_on or again
@@ -56,7 +56,7 @@ def run_ranks(
         if nproc > 1 or max_restarts:
             launch(nproc, sys.argv[1:], max_restarts, goes_on)
             return None
-        become_only_rank()
+        keep_freed_blocks()
     settings = train.matmul, train.debug_collectives, train.cuda_graphs, goes_on
     with bring_up(train.device, train.timeout, *settings) as runtime:
         return work(runtime)
@@ -78,8 +78,12 @@ def require_model(
     `encoders`; and for config sections that no forward pass reads.
     """
     from mtcli.core.checkpoint.folder import find_checkpoints, model_of
-    from mtcli.core.config.errors import MtcliError
-    from mtcli.core.config.rules import forward_config, of_training, require_causal, require_stored
+    from mtcli.core.config.rules import (
+        forward_config,
+        require_causal,
+        require_forward,
+        require_stored,
+    )
 
     model = model_of(find_checkpoints([checkpoint], base)[0])
     if model is None:
@@ -87,8 +91,5 @@ def require_model(
     if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
     require_stored(weights, forward_config(model, overrides, world), "cpu")
-    fields = (override.partition("=")[0].strip() for override in overrides)
-    unread = [field for field in fields if not field.startswith(FORWARD)]
-    if unread:
-        raise MtcliError(*map(of_training, unread))
+    require_forward(overrides)
     return model

@@ -155,13 +155,17 @@ def sweep(
 def _report(sweep: "Sweep", json_out: str | None) -> None:
     """Prints the table, draws the picture, and prints the names of the written files."""
     from mtcli.core.runtime.console import print_table
-    from mtcli.core.sweep import board, record
+    from mtcli.core.sweep import board, record, settings
 
     summary = sweep.write()
     picture = _draw(sweep)
     if answer({**summary, "picture": picture}, json_out):
         columns = ("trial", record.MEAN_LOSS, "valid", "steps", "status")
         print_table("", columns, board.rows(sweep.records))
+        if rows := [setting.row() for setting in settings.settings_of(sweep.records)]:
+            print_table("Over seeds", settings.COLUMNS, rows)
+    for end in sweep.at_ends():
+        echo(str(end), err=True)
     say_wrote(picture, str(sweep.plan.output / record.NAME))
 
 

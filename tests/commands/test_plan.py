@@ -422,6 +422,22 @@ def test_ranks_show_both_maps_and_every_group(capsys):
     assert "attention tp: [0, 1] [2, 3]" in out and "experts ep: [0, 1, 2, 3]" in out
 
 
+def test_text_that_a_run_would_tokenize_first_is_told_with_its_time(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("all the world is a stage\n" * 4000)
+    words = ("tiny", "--set", "data.train=text.txt")
+    code, out, _ = run(capsys, *words, "--set", "data.tokenizer=bytes", "--json", "-")
+    (line,) = json.loads(out)["data"]
+    assert code == 0 and re.fullmatch(
+        r"text.txt: 1 files of 0.1 MB, to be tokenized by bytes into text.txt.tokenized "
+        r"in about 0:00:0\d",
+        line,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    code, out, error = run(capsys, *words)
+    assert code == 2 and not out and "text.txt is text, and no tokenizer is known" in error
+
+
 def test_the_timeline_is_drawn_and_plotted(capsys, tmp_path):
     target = tmp_path / "timeline.png"
     sets = ("--set", "parallel.pp=2", "--device", "h100", "--draw", "--plot", str(target))

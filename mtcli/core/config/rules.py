@@ -39,6 +39,8 @@ from mtcli.core.config.untrusted import shown
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 LARGEST_NARROW_DECAY = 1 - 2**-8  # of a mean that is kept in bfloat16
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+# What a forward pass reads, and the micro-batch that a layout's rules are about.
+FORWARD = ("model.", "parallel.", "train.", "batch.micro_batch_size")
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -123,9 +125,17 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
     return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, load_problems=load_problems)
 
 
+def require_forward(overrides: Iterable[str]) -> None:
+    """Raises MtcliError for overridden fields that no forward pass reads."""
+    fields = (override.partition("=")[0].strip() for override in overrides)
+    if unread := [field for field in fields if not field.startswith(FORWARD)]:
+        raise MtcliError(*map(of_training, unread))
+
+
 def of_training(field: str) -> Problem:
     """Builds the problem of an overridden field that this command does not read."""
-    return Problem("it is of a training run, and has no effect here", "leave it out", field)
+    what = "it is of a training run, and has no effect here"
+    return Problem(what, f"leave --set {field} out", field)
 
 
 def require_causal(path: str, model: ModelConfig) -> None:

@@ -26,7 +26,7 @@ from mtcli.core.curate.warc import make_extract
 
 SAMPLES = 5  # documents told of each reason
 SAMPLE_CHARACTERS = 200
-SUMMED = ("documents_in", "documents_out", "bytes_in", "bytes_out")
+SUMMED = ("documents_in", "documents_out", "bytes_in", "bytes_out", "documents_cut", "pieces")
 BINS = 32  # of a histogram of sizes: powers of two
 BAD_TOLD = 20  # bad lines that a report names
 REASONS = 100  # of records passed over, that a part tells apart
@@ -89,12 +89,17 @@ def make_feature(stage: Stage, config: CurateConfig) -> Feature:
 
 @dataclass
 class StageCount:
-    """Documents and bytes of text into and out of a stage, and the dropped ones by reason."""
+    """Documents and bytes of text into and out of a stage, and the dropped ones by reason.
+
+    A document that is cut leaves as pieces: out = in - dropped - cut + pieces.
+    """
 
     documents_in: int = 0
     documents_out: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    documents_cut: int = 0
+    pieces: int = 0  # of the documents that were cut
     reasons: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -102,6 +107,7 @@ class StageCount:
         """Returns the counts as JSON."""
         return {
             **{name: getattr(self, name) for name in SUMMED},
+            "documents_dropped": self.reasons.total(),
             "reasons": dict(sorted(self.reasons.items())),
             "samples": {reason: self.samples[reason] for reason in sorted(self.samples)},
         }

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from mtcli.core.config.counts import counted
+from mtcli.core.curate.report import why
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -60,19 +61,20 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
             stage["stage"],
             f"{stage['documents_in']:,}",
             f"{stage['documents_out']:,}",
-            f"{_share(stage['documents_in'], stage['documents_out']):.2%}",
+            f"{_share(stage):.2%}",
             f"{stage['bytes_in'] / 1e6:,.2f}",
             f"{stage['bytes_out'] / 1e6:,.2f}",
-            ", ".join(f"{why} {count:,}" for why, count in stage["reasons"].items()),
+            why(dict(stage)),
         ]
         for stage in stages
     ]
-    names = ("stage", "documents in", "out", "removed", "MB in", "MB out", "reasons")
+    names = ("stage", "documents in", "out", "dropped", "MB in", "MB out", "why")
     return _table(names, rows, numbers=range(1, 6))
 
 
-def _share(documents_in: int, documents_out: int) -> float:
-    return (documents_in - documents_out) / documents_in if documents_in else 0.0
+def _share(stage: Mapping[str, Any]) -> float:
+    """The share of a stage's documents that it dropped."""
+    return stage["documents_dropped"] / stage["documents_in"] if stage["documents_in"] else 0.0
 
 
 def _funnel(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -103,6 +103,16 @@ def nothing_left(report: dict[str, Any]) -> Problem:
     return Problem("; ".join(said), hint)
 
 
+def why(stage: dict[str, Any]) -> str:
+    """Words why documents were dropped by a stage of a report, and how others were cut."""
+    ordered = sorted(stage["reasons"].items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{reason} {count:,}" for reason, count in ordered]
+    if cut := stage["documents_cut"]:
+        pieces = f"{stage['pieces']:,} piece" + "s" * (stage["pieces"] != 1)
+        words.append(f"{cut:,} cut into {pieces} around texts of tasks")
+    return ", ".join(words)
+
+
 def _counted(reasons: dict[str, int]) -> str:
     """Words counts by reason, the most frequent first: "3 answers with status 404, 1 WARC records:
     'request'"."""
@@ -157,12 +167,14 @@ def _corpus_count(
     left = entered.copy()
     left[removals.removed] = False
     lost = sum(cut["bytes_in"] - cut["bytes_out"] for n, cut in cuts.items() if left[n])
-    apart = sum(cut["pieces"] - 1 for n, cut in cuts.items() if left[n])
+    pieces = [cut["pieces"] for n, cut in cuts.items() if left[n] and cut["cuts"]]
     count = StageCount(
-        int(entered.sum()),
-        int(left.sum()) + apart,
-        int(sizes[entered].sum()),
-        int(sizes[left].sum()) - lost,
+        documents_in=int(entered.sum()),
+        documents_out=int(left.sum()) + sum(pieces) - len(pieces),
+        bytes_in=int(sizes[entered].sum()),
+        bytes_out=int(sizes[left].sum()) - lost,
+        documents_cut=len(pieces),
+        pieces=sum(pieces),
     )
     for index, reason in enumerate(CORPUS_REASONS[stage]):
         of_it = removals.removed[removals.reason == index]

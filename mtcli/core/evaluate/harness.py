@@ -24,7 +24,7 @@ from mtcli.core.evaluate.loglikelihood import Request, Score, request, rolling_w
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.task import Advance, Report
 from mtcli.core.inference.chat import ChatPrompts
-from mtcli.core.inference.generate import Ends, Generator, TextRequest
+from mtcli.core.inference.generate import GREEDY, Ends, Generator, TextRequest
 from mtcli.core.inference.model import InferenceModel
 from mtcli.core.inference.token_choice import Sampling
 
@@ -122,7 +122,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         temperature = float(settings.get("temperature", 0.0)) if sampled else 0.0
         tops = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
         ends = Ends(limit, self.ends, [stop for stop in stops if stop])
-        sampling = Sampling(temperature, *tops)
+        sampling = Sampling(temperature, *tops) if temperature else GREEDY
         return TextRequest(prompt, ends, sampling, self.eval_tokenizer.decode, number)
 
     def apply_chat_template(

@@ -11,6 +11,11 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from mtcli.core.config.arguments import number, whole
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+
+MOST_IDS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,6 +29,41 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits, by id
+
+    def __post_init__(self) -> None:
+        """Raises MtcliError for every setting that is out of its range."""
+        collect_errors(
+            lambda: number("temperature", self.temperature, 0.0, 1000.0, 0.8),
+            lambda: whole("top_k", self.top_k, 0, 10**9, 50),
+            self._require_top_p,
+            lambda: whole("seed", self.seed, 0, 2**63 - 1, 0),
+            lambda: number("min_p", self.min_p, 0.0, 1.0, 0.05),
+            lambda: number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, 1.1),
+            self._require_bias,
+        )
+        cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = [name for name, none in cuts.items() if getattr(self, name) != none]
+        if given and self.temperature == 0.0:
+            what = "temperature=0 takes the likeliest token and draws none"
+            hint = "temperature=1, or leave {} out"
+            raise MtcliError(*(Problem(what, hint.format(name), name) for name in given))
+
+    def _require_top_p(self) -> None:
+        if number("top_p", self.top_p, 0.0, 1.0, 0.9) == 0.0:
+            raise wrong("top_p=0 keeps no token", "top_p=1 keeps all", "top_p")
+
+    def _require_bias(self) -> None:
+        given = self.logit_bias
+        hint = "logit_bias={50256: -100}, by a token's id"
+        if not isinstance(given, Mapping):
+            raise wrong(f"{given!r} is no mapping from ids to numbers", hint, "logit_bias")
+        try:
+            for id, bias in given.items():
+                whole("id", id, 0, MOST_IDS, 0)
+                number("bias", bias, -1e4, 1e4, -100)
+        except MtcliError as error:
+            (problem,) = error.problems
+            raise wrong(f"{problem.field} {problem.message}", hint, "logit_bias") from None
 
     @property
     def changes_logits(self) -> bool:

@@ -6,9 +6,11 @@ from typing import overload
 
 import numpy as np
 
+from mtcli.core.config.arguments import path, whole
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.indexed import Indexed, tokenizer_folder
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
+from mtcli.core.library.argument_names import naming_arguments
 
 
 class TokenData(Sequence[np.ndarray]):
@@ -16,7 +18,12 @@ class TokenData(Sequence[np.ndarray]):
 
     def __init__(self, prefix: str | PathLike[str]) -> None:
         """Raises MtcliError for a missing file, and for an index that does not describe it."""
-        self._indexed = Indexed(str(prefix))
+        with naming_arguments("prefix"):
+            self._indexed = Indexed(path("prefix", prefix, "data/a"))
+
+    def __repr__(self) -> str:
+        counts = f"{len(self):,} documents, {len(self.tokens):,} tokens"
+        return f"<TokenData {self._indexed.prefix}: {counts}>"
 
     def __len__(self) -> int:
         return len(self._indexed.documents) - 1
@@ -55,4 +62,5 @@ class TokenData(Sequence[np.ndarray]):
 
     def text(self, document: int) -> str:
         """The text of a document, its special tokens included."""
-        return self.tokenizer.decode(self[document].tolist())
+        number = whole("document", document, -len(self), len(self) - 1, 0)
+        return self.tokenizer.decode(self[number].tolist())

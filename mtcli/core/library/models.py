@@ -1,16 +1,20 @@
 """Opens a checkpoint of any format and layout for Python: logits, losses and texts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.checkpoint.folder import find_checkpoints
+from mtcli.core.config import arguments
+from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.loading import train_settings
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.rules import require_forward
+from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.inference.generate import CACHE_BYTES, GREEDY
 from mtcli.core.inference.model import open_model
@@ -18,6 +22,7 @@ from mtcli.core.inference.prompts import Prompt
 from mtcli.core.inference.run import GenerateRequest, generate_all
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.inference.token_choice import Sampling
+from mtcli.core.library.argument_names import naming_arguments
 from mtcli.core.runtime.launch import bring_up
 
 TokenRows = str | Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -30,13 +35,21 @@ class Model:
     """
 
     def __init__(
-        self, checkpoint: str, overrides: Sequence[str], device: str, base: str | None
+        self, checkpoint: str, overrides: list[str], device: str, base: str | None
     ) -> None:
-        train = train_settings(overrides, device=device)
-        with ExitStack() as stack:
+        with naming_arguments("checkpoint"), ExitStack() as stack:
+            require_forward(overrides)
+            if base is not None:
+                find_checkpoints([checkpoint], base)
+            train = train_settings(overrides, device=device)
             self._runtime = stack.enter_context(bring_up(train.device, train.timeout, train.matmul))
             self._opened = open_model(checkpoint, overrides, self._runtime, base=base)
-            self._stack = stack.pop_all()
+            self._stack, self._closed = stack.pop_all(), False
+        self._name = checkpoint
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"on {self._runtime.device}"
+        return f"<Model {self._name}: {self.config.architecture}, {state}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -51,11 +64,13 @@ class Model:
     def logits(self, tokens: TokenRows) -> Tensor:
         """The logits [b, s, V] in float32 after each token of rows [b, s], on the model's device. A
         text, or the tokens of one row, are a batch of one."""
+        self._require_open()
         return self._opened.scorer.logits(self._rows(tokens))
 
     def losses(self, tokens: TokenRows) -> Tensor:
         """The losses [b, s - 1] in nats, float32 on the CPU, of the second and later tokens of
         rows [b, s]."""
+        self._require_open()
         rows = self._rows(tokens)
         b, s = rows.shape
         places = torch.arange(b * s).view(b, s)[:, :-1].flatten()
@@ -68,44 +83,71 @@ class Model:
         prompts: str | Sequence[str],
         max_tokens: int = 100,
         sampling: Sampling = GREEDY,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         chat: bool = False,
     ) -> list[str]:
         """Texts that follow the prompts, without them. `chat` renders each as a conversation's
-        message. `Sampling(temperature, top_k, top_p, seed)`; its default is greedy."""
-        texts = [prompts] if isinstance(prompts, str) else prompts
+        message; a text ends before one of `stop`. `Sampling(temperature, top_k, top_p, seed)`; its
+        default is greedy. Raises MtcliError with every problem of wrong arguments."""
+        self._require_open()
+        texts, limit, _, stops, chat = collect_errors(
+            lambda: arguments.texts("prompts", prompts),
+            lambda: arguments.whole("max_tokens", max_tokens, 1, MOST_NEW_TOKENS, 100),
+            lambda: self._require_sampling(sampling),
+            lambda: arguments.texts("stop", stop, empty=False),
+            lambda: arguments.truth("chat", chat),
+        )
         asked = [Prompt(text, {}) for text in texts]
-        ends = max_tokens, list(stop), None, chat, None, None, ()
+        ends = limit, stops, None, chat, None, None, ()
         request = GenerateRequest(asked, 1, sampling, *ends, CACHE_BYTES)
-        return [one["text"] for one in generate_all(request, self._opened, self._runtime)]
+        with naming_arguments():
+            return [one["text"] for one in generate_all(request, self._opened, self._runtime)]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            hint = f"mtcli.open({self._name!r}) opens it again; calls belong inside its `with`"
+            raise wrong("the model is closed", hint, "Model")
+
+    def _require_sampling(self, sampling: object) -> None:
+        if not isinstance(sampling, Sampling):
+            hint = "sampling=mtcli.Sampling(temperature=0.8)"
+            raise wrong(f"{sampling!r} is no mtcli.Sampling", hint, "sampling")
+        arguments.require_ids(sampling.logit_bias, self.config.vocab_size, "logit_bias")
 
     def _rows(self, tokens: TokenRows) -> Tensor:
         """Tokens as rows [b, s]. Raises MtcliError for none, too many, or ids beyond the
         vocabulary."""
         if isinstance(tokens, str):
-            tokens = self.tokenizer.encode(tokens)
+            (text,) = arguments.texts("tokens", tokens)
+            tokens = self.tokenizer.encode(text)
         try:
-            rows = torch.as_tensor(tokens, dtype=torch.int64).cpu()
-        except (TypeError, ValueError):
-            raise wrong("the rows of tokens are no equally long lists of ids", ROWS) from None
+            rows = torch.as_tensor(tokens).cpu()
+            integers = rows.numel() == 0 or rows.dtype in INTEGERS
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            integers = False
+        if not integers:
+            raise wrong(f"{shown(tokens)} is no rows of equally many ids", ROWS, "tokens")
         rows = rows[None] if rows.dim() == 1 else rows
         model = self.config
         if rows.dim() != 2 or not rows.numel():
-            raise wrong(f"tokens of shape {list(rows.shape)} are no rows", ROWS)
+            raise wrong(f"tokens of shape {list(rows.shape)} are no rows", ROWS, "tokens")
         if rows.shape[1] > model.max_seq_len:
             message = f"rows of {rows.shape[1]} tokens, and the longest sequence is "
-            raise wrong(f"{message}{model.max_seq_len}", "shorter rows", "model.max_seq_len")
+            message += f"{model.max_seq_len} (model.max_seq_len)"
+            raise wrong(message, f"rows of at most {model.max_seq_len} tokens", "tokens")
         least, most = int(rows.min()), int(rows.max())
         if least < 0 or most >= model.vocab_size:
             message = f"tokens {least} to {most} of a vocabulary of {model.vocab_size}"
-            raise wrong(message, f"0 to {model.vocab_size - 1}")
-        return rows
+            raise wrong(message, f"0 to {model.vocab_size - 1}", "tokens")
+        return rows.long()
 
     def close(self) -> None:
         """Ends the process groups, if a launcher started several ranks."""
+        self._closed = True
         self._stack.close()
 
     def __enter__(self) -> "Model":
+        self._require_open()
         return self
 
     def __exit__(
@@ -114,19 +156,33 @@ class Model:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._closed = True
         self._stack.__exit__(kind, error, trace)
 
 
 ROWS = "a text, a list of ids, or rows [b, s] of one length"
+INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+DEVICES = "auto", "cpu", "cuda"
+MOST_NEW_TOKENS = 10**9
 
 
 def open_checkpoint(
-    checkpoint: Any, overrides: Sequence[str] = (), device: str = "auto", base: Any = None
+    checkpoint: str | PathLike[str],
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    device: str = "auto",
+    base: str | PathLike[str] | None = None,
 ) -> Model:
     """Opens a run, a checkpoint of any layout, a Hugging Face folder or hub:owner/name.
 
-    `overrides` are `section.field=value` as of --set: `train.precision=bf16`, or under torchrun
-    `parallel.tp=2`. `base` is the folder of the weights under adapters, where it was moved. Raises
-    MtcliError for what cannot be opened.
+    `overrides` are `section.field=value` as of --set, in a list or as a mapping:
+    `train.precision=bf16`, or under torchrun `parallel.tp=2`. `base` is the folder of the weights
+    under adapters, where it was moved. Raises MtcliError with every problem of wrong arguments, and
+    for what cannot be opened.
     """
-    return Model(str(checkpoint), overrides, device, None if base is None else str(base))
+    given = collect_errors(
+        lambda: arguments.path("checkpoint", checkpoint, "runs/a"),
+        lambda: arguments.overrides_of(overrides),
+        lambda: arguments.one_of("device", device, DEVICES),
+        lambda: None if base is None else arguments.path("base", base, "FOLDER"),
+    )
+    return Model(*given)

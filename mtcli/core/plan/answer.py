@@ -27,6 +27,7 @@ from mtcli.core.mesh.parameters import pattern_problems
 from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals, budget_of, duration_words
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.interruptions import Assumed, read_assumed
+from mtcli.core.plan.kept_search import kept_search
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import (
     Rehearse,
@@ -35,7 +36,6 @@ from mtcli.core.plan.search import (
     as_estimated,
     fewest,
     round_batch,
-    search,
     with_batch,
 )
 from mtcli.core.plan.sensitivity import CONFIG_NAMES, FIELDS, Neighbour, neighbours
@@ -82,6 +82,7 @@ class PlanAnswer:
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
     phases: tuple[PhasePlan, ...] = ()  # that have steps; none of a run without [[phase]]
+    data: tuple[str, ...] = ()  # what tokenizing each text takes that the run would begin with
 
     @property
     def fullest(self) -> Prediction:
@@ -390,7 +391,7 @@ def _searched(config: RunConfig, request: PlanRequest, top: int, rehearse: Rehea
 def _search(
     config: RunConfig, request: PlanRequest, top: int, rehearse: Rehearse = as_estimated
 ) -> SearchResult:
-    return search(config, request.world, request.device, top, request.pinned, rehearse)
+    return kept_search(config, request.world, request.device, top, request.pinned, rehearse)
 
 
 def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> list[Neighbour]:

@@ -185,6 +185,7 @@ class Profile:
             "communication_matrix_bytes": matrix(rows, self.world),
             "communication_by_axis": rows,
             "stragglers": breakdown.stragglers(self.records),
+            "profiled_seconds": profiled.step.seconds,
             "kernels": [kernel._asdict() for kernel in profiled.kernels[:TOP_KERNELS]],
             "layout": layout_of(self.work),
             "rank_map": rank_map(self.work),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = (BLUE, ORANGE, GREEN, PINK, TEAL, YELLOW, DARK)
-DASHES = ("-", "--", ":", "-.")  # after as many runs as there are colours, the next
+# Of each run the next, so that equal curves are all seen; 28 pairs with the colours.
+DASHES = ("-", "--", ":", "-.")
 HEIGHT, LINE = 4.2, 0.19  # inches of a chart, and of a name in its legend
 MOST_RAW = 12  # runs whose every step is drawn too
 ABOVE_START = 1.08  # times the first loss: what is higher leaves the picture
@@ -44,8 +45,8 @@ def loss_chart(curves: Sequence[LossCurves], axis: str, look: Look) -> Chart:
 
 
 def _draw(axes: "Axes", curves: Sequence[LossCurves], axis: str, look: Look) -> None:
-    styles = cycle((color, dash) for dash in DASHES for color in COLORS)
     unit, scale = _unit(curves, axis)
+    styles = zip(cycle(COLORS), cycle(DASHES), strict=False)
     for run, name, (color, dash) in zip(curves, look.names, styles, strict=False):
         line: dict[str, Any] = {"color": color, "linestyle": dash}
         xs = [x / scale for x in run.along(axis)]

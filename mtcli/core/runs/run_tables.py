@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 from mtcli.core.config.untrusted import shown
@@ -18,7 +19,7 @@ from mtcli.core.sweep.trials import short_names
 
 LISTED = ("run", "state", "step", MEAN_LOSS, "valid", "tokens", "time", "size", "host", "differs")
 LINE_WIDTH = 40  # characters of a curve
-SHOWN_FIELDS = 6  # of the differing ones of a run
+SHOWN_LETTERS = 40  # of the differing fields of a run
 
 
 def sorted_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
@@ -58,12 +59,15 @@ def _listed(run: RunSummary, varied: Sequence[str]) -> list[str]:
 
 
 def _differing(run: RunSummary, varied: Sequence[str]) -> str:
-    """Words a run's values of the first fields in which runs differ."""
+    """Words a run's values of the first fields in which runs differ, and counts the others."""
     names = short_names(varied)
     values = {name: run.value(name) for name in varied}
     words = [f"{names[name]}={shown(value)}" for name, value in values.items() if value is not None]
-    more = f" and {len(words) - SHOWN_FIELDS} more" if len(words) > SHOWN_FIELDS else ""
-    return " ".join(words[:SHOWN_FIELDS]) + more
+    lengths = accumulate(len(word) + 1 for word in words)
+    count = max(1, sum(length <= SHOWN_LETTERS + 1 for length in lengths))
+    more = f" and {len(words) - count} more" if len(words) > count else ""
+    text = " ".join(words[:count])
+    return (text if len(text) <= SHOWN_LETTERS else f"{text[: SHOWN_LETTERS - 3]}...") + more
 
 
 def plotted_table(curves: Sequence[LossCurves], window: int) -> RunTable:

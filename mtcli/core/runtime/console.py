@@ -37,10 +37,13 @@ def width(most: int = UNBOUNDED) -> int:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Rows, *, right: bool = False) -> None:
-    """Prints rows under their headings, without headings that are all empty.
+    """Prints rows under their headings, without headings that are all empty, or columns without a
+    cell.
 
     With `right`, all cells of a row but the first are right-aligned.
     """
+    used = [at for at in range(len(columns)) if not rows or any(row[at] for row in rows)]
+    columns, rows = [columns[at] for at in used], [[row[at] for at in used] for row in rows]
     room, table = width(), _table(columns, rows, right)
     if title:
         _print(Text(visible(title), style="italic"), room)

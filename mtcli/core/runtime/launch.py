@@ -22,6 +22,7 @@ from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.import_torch import import_torch
 from mtcli.core.runtime.slurm import slurm_task, whole
+from mtcli.core.runtime.variables import INTERFACES, restored
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
     GoesOn,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+SEGMENTS = "PYTORCH_ALLOC_CONF"  # torch's settings of its allocators
 ONE_PRESS = 2.0  # seconds in which signals are of one Ctrl-C
 
 
@@ -77,16 +79,16 @@ def launch(
 
     Raises MtcliError with the first failure's own text.
     """
-    settings = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
-    os.environ.update(settings | {LAUNCHED: "1"})
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))}
+    settings = ALLOCATOR | threads
     command = [sys.executable, "-m", "mtcli", *arguments]
-    _run_workers(nproc, command, max_restarts, goes_on)
+    with restored(*settings, LAUNCHED):
+        os.environ.update(settings | os.environ | {LAUNCHED: "1"})
+        _run_workers(nproc, command, max_restarts, goes_on)
 
 
-def become_only_rank() -> None:
-    """Makes this process the one rank of a run, with an allocator that keeps freed blocks."""
-    os.environ.update(_RANK_ZERO)
+def keep_freed_blocks() -> None:
+    """Has this process's allocator keep freed blocks, as that of workers does."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # of glibc
         for name, value in ALLOCATOR.items():
             if name not in os.environ:
@@ -108,22 +110,23 @@ def bring_up(
     A rank that waits for another for `timeout` seconds ends the run, with the hint `goes_on`. An
     error inside is passed to mtcli's launcher, which reports the first one, once.
     """
-    if not cuda_graphs:
-        let_segments_grow()
-    try:
-        ranks = _ranks(os.environ) or (0, 1, 0, 1)
-        with telling_of_lost_peers(ranks[0], goes_on):
-            runtime, store = _start(ranks, device, timeout, matmul, debug_collectives)
-            with _watched(runtime, store, timeout, goes_on):
-                yield runtime
-    except (Exception, KeyboardInterrupt) as error:
-        if LAUNCHED in os.environ:
-            hand_over(error)
-        raise
-    finally:
-        torch = sys.modules.get("torch")
-        if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with restored(SEGMENTS, *INTERFACES):
+        if not cuda_graphs:
+            let_segments_grow()
+        try:
+            ranks = _ranks(os.environ) or (0, 1, 0, 1)
+            with telling_of_lost_peers(ranks[0], goes_on):
+                runtime, store = _start(ranks, device, timeout, matmul, debug_collectives)
+                with _watched(runtime, store, timeout, goes_on):
+                    yield runtime
+        except (Exception, KeyboardInterrupt) as error:
+            if LAUNCHED in os.environ:
+                hand_over(error)
+            raise
+        finally:
+            torch = sys.modules.get("torch")
+            if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
 
 # Of a scheduler, a terminal's Ctrl-C and Ctrl-\\, and a lost ssh.
@@ -159,10 +162,6 @@ class StopSignal:
 def _is_ignored(number: signal.Signals) -> bool:
     """Whether the process was started to ignore the signal, as nohup does for a hang-up."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-
-
-# No local rank: accelerate would take it for a launcher's and wait for a rendezvous.
-_RANK_ZERO = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
@@ -256,7 +255,7 @@ def let_segments_grow() -> None:
     CUDA graphs allocate from a private pool, whose segments do not expand.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of it
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        os.environ.setdefault(SEGMENTS, "expandable_segments:True")
 
 
 def compute_device(name: str, local_rank: int) -> "torch.device":

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mtcli.core.runtime.variables import restored
+
 READ_ONLY = "MTCLI_READ_ONLY"  # set where nothing is added to a cache, and what is there is read
 
 
@@ -18,13 +20,9 @@ def adds_to_caches() -> bool:
 @contextmanager
 def adding_to_no_cache() -> Iterator[None]:
     """Inside, caches are read and not written, by this process and those that it starts."""
-    previous = os.environ.get(READ_ONLY)
-    os.environ[READ_ONLY] = "1"
-    try:
+    with restored(READ_ONLY):
+        os.environ[READ_ONLY] = "1"
         yield
-    finally:
-        del os.environ[READ_ONLY]
-        os.environ.update({READ_ONLY: previous} if previous is not None else {})
 
 
 def user_cache() -> Path:

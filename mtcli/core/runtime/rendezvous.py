@@ -27,6 +27,7 @@ from mtcli.core.config.errors import failed, wrong
 from mtcli.core.runtime.attempts import Attempt, Meeting, keeps_store
 from mtcli.core.runtime.health.watchdog import LATER
 from mtcli.core.runtime.slurm import slurm_task
+from mtcli.core.runtime.variables import INTERFACES
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # ranks that may connect to the store at once
@@ -138,7 +139,7 @@ def _connect(rank: int, limit: timedelta) -> dist.Store:
         address = _address_towards(host, port, hosted)
     if address is not None:
         interface = _interface_of(address)
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's choice stays
+        for variable in INTERFACES:  # a user's choice stays
             os.environ.setdefault(variable, interface)
     if rank == 0 and not hosted:
         assert address, f"no address of {host} to host the store on"

@@ -99,11 +99,12 @@ class Board:
 
 
 def rows(records: Sequence[TrialRecord]) -> list[list[str]]:
-    """The table of results, the best trial first."""
+    """The table of results, the best trial first, those that were stopped early below."""
     table = []
     for record in sorted(records, key=lambda trial: trial.order):
         valid = "" if record.valid_loss is None else f"{record.valid_loss:.4f}"
         loss = f"{record.loss:.4f}" if math.isfinite(record.loss) else "none"
         steps = f"{len(record.losses)} of {record.trial.config.train.steps}"
-        table.append([record.name, loss, valid, steps, record.status])
+        status = "stopped early" if record.status == "stopped" else record.status
+        table.append([record.name, loss, valid, steps, status])
     return table

@@ -49,9 +49,12 @@ class TrialRecord:
         return mean if math.isfinite(mean) else math.inf
 
     @property
-    def order(self) -> tuple[bool, float, str]:
-        """Sort key: trials by score, diverged ones last."""
-        return self.status == "diverged", self.score, self.name
+    def order(self) -> tuple[int, int, float, str]:
+        """Sort key: trials by score; then those that were stopped early, as their losses are of
+        fewer steps, the longest first; then those that diverged."""
+        group = {"stopped": 1, "diverged": 2}.get(self.status, 0)
+        steps = len(self.losses) if self.status == "stopped" else 0
+        return group, -steps, self.score, self.name
 
     @property
     def score(self) -> float:
@@ -81,6 +84,7 @@ class TrialRecord:
             "folder": self.trial.config.train.output,
             "values": dict(self.trial.values),
             "status": self.status,
+            "stopped_early": self.status == "stopped",
             "reason": self.reason,
             "steps": len(self.losses),
             "loss": self.loss,

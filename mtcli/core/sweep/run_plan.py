@@ -16,7 +16,14 @@ from mtcli.core.runtime.progress import write_line
 from mtcli.core.sweep.rules import require_array
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
-from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
+from mtcli.core.sweep.trials import (
+    Budget,
+    SweepSpace,
+    Trial,
+    Varied,
+    partitioning_fields,
+    partitions,
+)
 from mtcli.core.training.run_config import with_data_steps, with_texts
 from mtcli.core.training.run_tokenizer import new_ids
 
@@ -59,11 +66,17 @@ class SweepPlan(NamedTuple):
     space: SweepSpace
     sampling: SamplingPlan | None  # of a sampler, which proposes trials later; `trials` has one
     fields: tuple[str, ...]  # that are varied
+    varied: tuple[Varied, ...]  # of --vary
 
     @property
     def output(self) -> Path:
         """The sweep's folder, with those of its trials."""
         return self.request.output
+
+    @property
+    def draws(self) -> bool:
+        """Whether trials are drawn, from lists too."""
+        return bool(self.request.random or self.sampling)
 
 
 def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
@@ -110,7 +123,7 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
     with folder_of("--output", request.output):
         make_folder(request.output.absolute())
     fields = tuple(dict.fromkeys(field for point in points for field in point))
-    return SweepPlan(request, trials, rule, space, sampling, fields)
+    return SweepPlan(request, trials, rule, space, sampling, fields, tuple(varied))
 
 
 def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:

@@ -22,6 +22,7 @@ from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
 from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
+from mtcli.core.sweep.settings import AtEnd, at_ends, settings_of
 from mtcli.core.sweep.trials import Trial, partitions
 from mtcli.core.training.run_lock import PATIENCE, is_continued, lock_folder
 from mtcli.core.training.state import require_same_run
@@ -55,7 +56,14 @@ class Sweep:
         facts |= {"arrays": [array._asdict() for array in self.arrays]}
         if self.runtime.rank:
             return facts
+        facts["settings"] = [setting.as_json() for setting in settings_of(self.records)]
+        facts["at_ends"] = [end._asdict() for end in self.at_ends()]
         return records_of.write(self.plan.output, facts, self.records)
+
+    def at_ends(self) -> list[AtEnd]:
+        """The fields whose best value is at an end of those tried."""
+        plan = self.plan
+        return at_ends(self.records, plan.varied, plan.draws, plan.space.is_legal)
 
     def _was_started_before(self) -> bool:
         """Whether an earlier attempt of this launch trained the sweep, as rank 0 finds it.

@@ -165,6 +165,14 @@ class SweepSpace:
             last = Problem(f"{more:,} more values are wrong")
             raise MtcliError(*first, last, hint=error.hint) from None
 
+    def is_legal(self, field: str, word: str) -> bool:
+        """Whether a field takes the value of a word."""
+        try:
+            self._value(field, word)
+        except MtcliError:
+            return False
+        return True
+
     def _trial(self, name: str, point: Mapping[str, Any], shared: bool, world: int) -> Trial:
         table = self.table
         if shared and self.base.data.seed is None:

@@ -342,6 +342,7 @@ def test_the_report_adds_up_and_names_the_clusters(run, tmp_path, prose):
     report = json.loads((out / "report.json").read_text())
     counts = [(s["stage"], s["documents_in"], s["documents_out"]) for s in report["stages"]]
     assert counts == [("rules", 9, 8), ("exact", 8, 7), ("fuzzy", 7, 6)]
+    assert [stage["documents_dropped"] for stage in report["stages"]] == [1, 1, 1]
     sizes = {record["id"]: len(record["text"].encode()) for record in records}
     assert report["stages"][0]["bytes_in"] == sum(sizes.values())
     assert report["stages"][0]["bytes_out"] == sum(sizes.values()) - sizes["s"]

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 from corpora import refusal, removed, shards, write_jsonl
 
+from mtcli.core.curate.report import why
 from mtcli.core.evaluate.contamination import read_ngrams
 
 STAGE = ["decontaminate"]
@@ -79,6 +80,11 @@ def test_a_planted_n_gram_is_cut_out_with_what_stands_around_it(place, run, tmp_
     assert untouched["text"] == clean
     report = json.loads((out / "report.json").read_text())
     assert report["documents"] == report["stages"][0]["documents_out"] == len(pieces) + 1
+    stage = report["stages"][0]
+    assert (stage["documents_dropped"], stage["documents_cut"]) == (0, 1)
+    assert stage["pieces"] == len(pieces)
+    words = f"1 cut into {len(pieces)} piece{'s' * (len(pieces) > 1)} around texts of tasks"
+    assert why(stage) == words and words in (out / "report.html").read_text()
     assert report["stages"][0]["bytes_out"] == sum(
         len(one["text"].encode()) for one in (*kept, untouched)
     )
@@ -138,7 +144,12 @@ def test_common_phrases_are_spared_and_documents_cut_too_often_are_dropped(run, 
     assert [(r["id"], r["reason"]) for r in removed(out)] == [
         ("often", "too many pieces"), ("short", "nothing left"),
     ]  # fmt: skip
-    (told,) = json.loads((out / "report.json").read_text())["contamination"].values()
+    report = json.loads((out / "report.json").read_text())
+    counts = [
+        report["stages"][0][name] for name in ("documents_dropped", "documents_cut", "pieces")
+    ]
+    assert counts == [2, 0, 0] and why(report["stages"][0]) == "nothing left 1, too many pieces 1"
+    (told,) = report["contamination"].values()
     assert told["common"] == [{"item": f"{common} x y", "ngrams": [common]}]
     assert common in told["ngrams"] and set(rare) < set(told["ngrams"])
     assert (common,) not in read_ngrams(str(out / "report.json"))

@@ -1,5 +1,6 @@
 """Models in Python: transformers' logits, losses and texts, on any layout; what is refused."""
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -57,6 +58,13 @@ def test_a_checkpoint_of_four_ranks_has_transformers_logits_and_losses(saved):
         torch.testing.assert_close(opened.losses(IDS), losses, rtol=2e-5, atol=2e-6)
         torch.testing.assert_close(opened.logits(torch.tensor(IDS[1]))[0], opened.logits(IDS)[1])
         assert opened.config.num_layers == LLAMA["num_layers"]
+
+
+def test_an_opened_model_leaves_no_variable_in_its_process(saved):
+    before = dict(os.environ)
+    with mtcli.open(saved[0], device="cpu") as opened:
+        opened.losses(IDS)
+    assert dict(os.environ) == before
 
 
 def test_a_text_of_a_hugging_face_folder_is_encoded_and_continued_greedily(folder):
@@ -117,7 +125,7 @@ def test_ranks_of_torchrun_open_a_model_together(saved, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([[1, 2], [3]], "no equally long lists"),
+        ([[1, 2], [3]], "no rows of equally many ids"),
         ([], "are no rows"),
         ([[[1]]], "are no rows"),
         ([[1, 150]], "tokens 1 to 150 of a vocabulary of 150"),

@@ -92,4 +92,4 @@ def test_a_plan_is_the_command_s(tmp_path):
     assert again.config == plan.config and again.step_seconds == plan.step_seconds
     with pytest.raises(mtcli.MtcliError) as caught:
         mtcli.plan("tiny", gpus=2, overrides=["parallel.tp=3"], tokens="x")
-    assert {"parallel.tp", "--tokens"} <= {problem.field for problem in caught.value.problems}
+    assert {"parallel.tp", "tokens"} <= {problem.field for problem in caught.value.problems}

@@ -10,6 +10,7 @@ from mtcli.core.config.loading import config_of, load_config
 from mtcli.core.plan.tables import rank_map
 from mtcli.core.plan.workload import Workload
 from mtcli.core.profile.render import charts
+from mtcli.core.profile.render.drawing import Chart, svg
 from mtcli.core.schedule.generators import one_f_one_b
 from mtcli.core.schedule.timeline import simulate
 
@@ -195,6 +196,17 @@ def test_the_longest_kernels_are_on_top():
     assert names == [f"kernel {n}" for n in range(1, 13)]
     assert [width for *_, width, _ in boxes_of(chart)][:2] == [1000.0, 500.0]
     assert boxes_of(chart)[1][1] == "500.00 ms in 2 calls"
+
+
+def test_ticks_of_steps_are_whole_and_logarithmic_ones_are_no_tex():
+    curve = {"steps": [1, 2, 3, 4], "values": [3.0, 2.0, 1.5, 1.2]}
+    rows = [charts.curves({"loss": curve})[0], charts.step_bars([0.2, 0.1, 0.3])]
+    rows.append(Chart(2.0, lambda axes: axes.semilogx([1e-4, 1e-1], [1, 2])))
+    texts = re.findall(r">([^<>]+)</text>", svg(rows))
+    steps = texts[: texts.index("step")], texts[texts.index("loss") : texts.index("timed step")]
+    assert [[text for text in ticks if text[0].isdigit()] for ticks in steps][0] == list("1234")
+    assert not any("." in text for text in texts[: texts.index("step")]), texts
+    assert "1e\u221203" in texts and not any("$" in text for text in texts)
 
 
 def test_an_axis_names_no_more_bars_than_it_has_room_for():

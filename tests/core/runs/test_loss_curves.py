@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from drawn import axes_of
@@ -81,6 +82,7 @@ def test_a_hundred_trials_all_have_a_name_and_no_two_look_alike_next_to_each_oth
         (line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label() in names
     ]
     assert len(looks) == 100 and len(set(looks[:28])) == 28
+    assert all(a[1] != b[1] for a, b in pairwise(looks)), "equal curves hide each other"
 
 
 def test_what_is_above_the_start_leaves_the_picture(curves):

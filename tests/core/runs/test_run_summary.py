@@ -19,6 +19,7 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.runs.records_tail import TAIL_BYTES, last_records, last_with
 from mtcli.core.runs.run_search import find_all_runs, find_runs, require_one_run
 from mtcli.core.runs.run_summary import summaries, varied_fields
+from mtcli.core.runs.run_tables import listed_table
 
 NOW = 1_800_000_000.0
 
@@ -129,6 +130,19 @@ def test_a_field_that_an_older_run_lacks_has_its_default(tmp_path):
     assert varied_fields([new, old]) == []
     assert varied_fields(found) == ["train.patience"]
     assert [run.value("train.patience") for run in found] == [0, 0, 3]
+
+
+def test_what_differs_fits_a_column_of_the_table(tmp_path):
+    write_run(tmp_path / "a")
+    (run,) = summaries([tmp_path / "a"])
+    fields = {f"data.field{number}": "a" * number * 5 for number in range(8)}
+    columns, rows = listed_table([run._replace(fields=fields)], list(fields))[1:]
+    cell = rows[0][list(columns).index("differs")]
+    assert cell == "field0='' field1='aaaaa' and 6 more"
+    long = {"train.freeze": "b" * 500, "model.num_layers": 3}
+    columns, rows = listed_table([run._replace(fields=long)], list(long))[1:]
+    cell = rows[0][list(columns).index("differs")]
+    assert cell.startswith("freeze='bbb") and cell.endswith("... and 1 more") and len(cell) < 60
 
 
 def test_runs_are_found_below_a_folder_and_not_through_links(tmp_path):

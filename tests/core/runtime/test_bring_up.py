@@ -5,16 +5,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mtcli.commands.ranks import run_ranks
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.schema import TrainConfig
 from mtcli.core.runtime import launch as bringing_up
 from mtcli.core.runtime import launch as launch_module
 from mtcli.core.runtime.launch import ALLOCATOR, StopSignal, bring_up, cores, environment_world
-from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
+from mtcli.core.runtime.worker_errors import (
+    LAUNCHED,
+    LostPeer,
+    first_failure,
+    telling_of_lost_peers,
+)
 from mtcli.kernels import limits
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -168,6 +176,29 @@ def test_segments_grow_unless_graphs_are_recorded_or_the_user_says_how(
         assert {name: v for name, v in os.environ.items() if "ALLOC_CONF" in name} == read
 
 
+def test_a_run_of_one_rank_leaves_no_variable_in_its_process():
+    before = dict(os.environ)
+    assert run_ranks(1, TrainConfig(device="cpu"), lambda runtime: runtime.world) == 1
+    assert dict(os.environ) == before and environment_world() is None
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError])
+def test_a_launcher_sets_its_workers_variables_and_leaves_none(monkeypatch, failure):
+    before, seen = dict(os.environ), {}
+
+    def run_workers(*arguments):
+        seen.update(os.environ)
+        if failure:
+            raise failure
+
+    monkeypatch.setattr(launch_module, "_run_workers", run_workers)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before["OMP_NUM_THREADS"] = "3"
+    with pytest.raises(failure) if failure else nullcontext():
+        launch_module.launch(2, ["train"])
+    assert seen == ALLOCATOR | before | {LAUNCHED: "1"} and dict(os.environ) == before
+
+
 @pytest.fixture
 def handlers():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -282,9 +313,9 @@ def test_an_error_of_another_kind_is_left_alone():
 def test_the_only_rank_keeps_freed_blocks_as_workers_do_from_their_environment():
     code = """
 import resource, sys
-from mtcli.core.runtime.launch import become_only_rank
+from mtcli.core.runtime.launch import keep_freed_blocks
 if sys.argv[1:]:
-    become_only_rank()
+    keep_freed_blocks()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 bytearray(2**25)
 before = faults()

@@ -50,6 +50,12 @@ def test_a_pipe_gets_a_line_for_each_row(capsys, monkeypatch):
     assert (width(), width(100)) == (100_000, 100)
 
 
+def test_a_column_without_a_cell_is_left_out(capsys):
+    lines = printed(capsys, "", ["a", "b", "c"], [["1", "", "3"], ["4", "", ""]])
+    assert [line.split() for line in lines] == [["a", "c"], ["1", "3"], ["4"]]
+    assert [line.split() for line in printed(capsys, "", ["a", "b"], [])] == [["a", "b"]]
+
+
 def test_what_is_too_narrow_for_a_row_shows_a_block_for_each(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     lines = printed(capsys, "", ["a\nb", "c"] + COLUMNS[2:], [["x", "y", *ROWS[0][2:]]] * 2)

@@ -43,6 +43,7 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text, in the reader's font
 }
 TIP = "tip:"  # begins the link that matplotlib writes for a box, which becomes its tip
+COUNTED = ("step", "timed step", "steps")  # labels of axes of whole numbers
 MOST_NAMES, MOST_LETTERS = 32, 140  # labels that an axis has room for
 
 Box = tuple[float, float, float, float, str]  # left, lower, width, height, tip
@@ -105,7 +106,21 @@ def _render(
             axes = figure.add_subplot(grid[place // columns, place % columns])
             axes.set_title(chart.title)
             chart.draw(axes)
+            plain_ticks(axes)
         figure.savefig(file, **options)
+
+
+def plain_ticks(axes: "Axes") -> None:
+    """Labels the ticks of logarithmic axes without TeX, and those of steps by whole numbers."""
+    from matplotlib.ticker import AutoLocator, LogFormatter, LogLocator, MaxNLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        locator = axis.get_major_locator()
+        if isinstance(locator, LogLocator):
+            axis.set_major_formatter(LogFormatter())
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+        elif isinstance(locator, AutoLocator) and axis.get_label_text() in COUNTED:
+            axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def boxes(axes: "Axes", rows: Iterable[Box], colors: Any, **look: Any) -> None:

@@ -57,6 +57,8 @@ def _time(profile: Profile, data: Data) -> list[PageSection]:
     plan = {kind: data["figures"][f"share.{kind}"]["planned"] for kind in data["shares"]}
     if data["predicted"]:
         rows.append({"label": "planned, mean", **plan})
+    profiled = f"Of the step under the profiler, which took {data['profiled_seconds']:.4g} s; the "
+    profiled += "timed ones ran without it. Operators of several threads overlap."
     spent = "Each second of the step under one name, per pipeline rank."
     shares = charts.stacked_shares(rows, tuple(data["shares"]))
     timeline = charts.gantt(timelines, charts.MOST_SPANS)
@@ -64,7 +66,7 @@ def _time(profile: Profile, data: Data) -> list[PageSection]:
         chart("pipeline", f"Pipeline: {' over '.join(timelines)}", note, timeline),
         chart("shares", "Where the step goes", spent, shares),
         chart("steps", "Step time", "Of the slowest rank.", charts.step_bars(data["steps"])),
-        chart("kernels", "Longest kernels", "", charts.kernel_bars(data["kernels"])),
+        chart("kernels", "Longest kernels", profiled, charts.kernel_bars(data["kernels"])),
     ]
 
 

@@ -20,7 +20,8 @@ def show_measured(profile: Profile) -> None:
     print_table("", ("", "measured"), [row[:2] for row in summary_rows(data)])
     print_table("Share of the step", *share_rows(data), right=True)
     print_table("Memory (MiB)", *memory_rows(data), right=True)
-    print_table("Longest kernels of rank 0", *kernel_rows(data), right=True)
+    title = f"Longest kernels of rank 0, in the profiled step of {data['profiled_seconds']:.4g} s"
+    print_table(title, *kernel_rows(data), right=True)
     late = [row for row in data["stragglers"] if row["times_median"] > 1.1]
     for row in late:
         times = f"{row['times_median']:.2f} times its replicas' median"
