@@ -24,7 +24,7 @@ def text(tmp_path):
 def test_numbers_come_first_and_the_files_last(text, tmp_path):
     code, out, errors = preprocess(text, "--output", tmp_path / "x", "--tokenizer", "bytes")
     assert (code, Indexed(tmp_path / "x").num_tokens) == (0, 16)
-    assert errors.startswith("1 files of 0.0 MB -> ")
+    assert errors.startswith("1 file of 0.0 MB -> ")
     assert "257 ids by bytes" in errors
     assert "\r" not in errors, "a bar is for terminals"
     assert out.splitlines()[-4:] == [

@@ -95,7 +95,7 @@ def test_numbers_come_first_and_the_checkpoint_last_on_stdout(base):
     lines = out.splitlines()
     # 101 + 16 rows of 16, 4 * (12 * 16^2 + 13 * 16), and 2 * 16 (arXiv:2104.04473, equation 2)
     assert lines[0] == "model  gpt, 15,024 parameters"
-    assert "1 ranks: tp=1 pp=1 dp=1" in lines[1] and "32 tokens, fp32" in lines[2]
+    assert "1 rank: tp=1 pp=1 dp=1" in lines[1] and "32 tokens, fp32" in lines[2]
     assert f"run    {STEPS} steps, {STEPS * 32} tokens" in lines
     saves = [
         line for line in lines if line.startswith("saves  every 2 steps, every 30 min without")

@@ -32,7 +32,7 @@ from mtcli.core.checkpoint.megatron.reader import open_megatron
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPES
 from mtcli.core.checkpoint.retention import ReadLock, lock_for_reading
-from mtcli.core.checkpoint.safetensors_file import CODES
+from mtcli.core.checkpoint.safetensors_file import CODES, OF_DAMAGE
 from mtcli.core.checkpoint.shard_index import StoredShards
 from mtcli.core.checkpoint.torchtitan.reader import open_titan
 from mtcli.core.config.errors import MtcliError, wrong
@@ -103,7 +103,8 @@ def _weight_files(source: CheckpointFolder) -> list[str]:
 
 @contextmanager
 def offering_earlier(folder: Path) -> Iterator[None]:
-    """Suggests, in an error about a run's checkpoint, the newest intact one before it, if any."""
+    """Suggests, in an error about a run's checkpoint, the newest intact one before it, or says
+    that a damaged one has none."""
     try:
         yield
     except MtcliError as error:
@@ -111,7 +112,11 @@ def offering_earlier(folder: Path) -> Iterator[None]:
         earlier = steps[: steps.index(folder)] if folder in steps else []
         intact = next((path for path in reversed(earlier) if _opens(path)), None)
         if intact is None:
-            raise
+            offer = f"{folder.parent} has no other that is whole: use another copy of {folder.name}"
+            problems = (
+                p._replace(hint=offer) if p.hint == OF_DAMAGE else p for p in error.problems
+            )
+            raise MtcliError(*problems, code=error.code, hint=error.hint) from None
         offer = f"the checkpoint before it is whole: {intact}; "
         offer += f"move {folder.name} away to go on there"
         raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None

@@ -22,6 +22,7 @@ from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_text, open_untrusted, shown
 from mtcli.core.mesh.sharding import Box
 
+OF_DAMAGE = "use another copy or an earlier checkpoint"  # the hint of a damaged file
 MAX_HEADER_BYTES = 100_000_000  # as in the reference reader
 READ_BYTES = 1 << 16  # at first: the header of a rank's file, and of few of other tools a part
 MAX_TENSORS = 200_000  # of a file, whose header is parsed in seconds; DeepSeek-V3 has 92,000 in all
@@ -159,7 +160,7 @@ def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
 
 def damaged(path: Path, what: str) -> MtcliError:
     """Builds the error of a damaged file."""
-    return wrong(f"{path} is damaged: {what}", "use another copy or an earlier checkpoint")
+    return wrong(f"{path} is damaged: {what}", OF_DAMAGE)
 
 
 def _json_object(path: Path, text: bytes) -> dict[str, Any]:

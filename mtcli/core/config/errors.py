@@ -37,16 +37,24 @@ class Problem(NamedTuple):
 class MtcliError(Exception):
     """Wrong input (exit 2) or failed work (exit 1), as a list of all problems.
 
-    `hint` ends the text: a cure for several of them.
+    `hint` ends the text: a cure for several of them. A hint that problems in a row share is said
+    once, after the last of them.
     """
 
     def __init__(self, *problems: Problem, code: Exit = Exit.WRONG_INPUT, hint: str = "") -> None:
         assert problems, "an error needs at least one problem"
-        closing = [f"hint: {hint}"] if hint else []
-        super().__init__("\n\n".join([*map(str, problems), *closing]))
+        super().__init__(*problems)  # by which a process unpickles it
         self.problems = problems
         self.hint = hint
         self.code = code
+
+    def __str__(self) -> str:
+        hints_after = [*(problem.hint for problem in self.problems[1:]), None]
+        texts = [
+            str(problem._replace(hint="") if problem.hint == after else problem)
+            for problem, after in zip(self.problems, hints_after, strict=True)
+        ]
+        return "\n\n".join([*texts, *([f"hint: {self.hint}"] if self.hint else [])])
 
     def about(self, field: str) -> "MtcliError":
         """Sets the field of the problems that name none; returns the error."""

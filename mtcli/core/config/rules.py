@@ -104,7 +104,9 @@ def refusal(
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
-    return MtcliError(*all_problems, hint=nearest_hint(config, world, legal))
+    # The layout's come last, ahead of the layouts that would cure them.
+    ordered = sorted(all_problems, key=curable.__contains__)
+    return MtcliError(*ordered, hint=nearest_hint(config, world, legal))
 
 
 def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mtcli.core.config.counts import counted
 from mtcli.core.curate.report import why
 
 STYLE = """
@@ -44,8 +45,10 @@ def report_html(report: Mapping[str, Any]) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     files, bad = report["inputs"]["files"], report["bad_lines"]
     size = sum(file["bytes"] for file in files)
-    output = f"{report['documents']:,} documents in {len(report['shards']):,} shards"
-    lines = [f"<p>{len(files):,} files of {size / 1e6:,.1f} MB became {output}.</p>"]
+    output = (
+        f"{counted(report['documents'], 'document')} in {counted(len(report['shards']), 'shard')}"
+    )
+    lines = [f"<p>{counted(len(files), 'file')} of {size / 1e6:,.1f} MB became {output}.</p>"]
     if bad["count"]:
         lines.append(f"<p>{bad['count']:,} records could not be read:</p>")
         lines.append(_table(("record",), [[line] for line in bad["examples"]]))
@@ -140,7 +143,8 @@ def _clusters(stage: str, clusters: Mapping[str, Any]) -> str:
     sizes = sorted((int(size), count) for size, count in clusters["sizes"].items())
     names = [str(size) for size, _ in sizes[:20]]
     parts = [
-        f"<h2>Duplicates: {escape(stage)}</h2><p>{clusters['count']:,} clusters, by documents:</p>",
+        f"<h2>Duplicates: {escape(stage)}</h2>"
+        f"<p>{counted(clusters['count'], 'cluster')}, by documents:</p>",
         _columns(names, [(count,) for _, count in sizes[:20]]),
     ]
     if stage == "fuzzy":

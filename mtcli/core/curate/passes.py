@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
@@ -87,8 +88,9 @@ class _Pipeline:
         """Runs all passes and publishes; returns the report."""
         files, size = len(self.corpora.new.sources), self.corpora.new.size
         self.say(
-            f"{files:,} files of {size / 1e6:,.1f} MB -> {self.request.output}; "
-            f"{', '.join(self.config.ordered) or 'no stages'}; {self.request.workers} workers"
+            f"{counted(files, 'file')} of {size / 1e6:,.1f} MB -> {self.request.output}; "
+            f"{', '.join(self.config.ordered) or 'no stages'}; "
+            f"{counted(self.request.workers, 'worker')}"
         )
         if left_out := self.corpora.new.left_out:
             self.say(f"left out of folders: {told(left_out)}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.untrusted import listed, parse_json
 from mtcli.core.curate.blend import blend_of
@@ -85,7 +86,7 @@ def nothing_left(report: dict[str, Any]) -> Problem:
     """Words what happened to all records, by reason, where a run ends with no document."""
     passed_over, bad, stages = report["passed_over"], report["bad_lines"], report["stages"]
     files, read = len(report["inputs"]["files"]), stages[0]["documents_in"] if stages else 0
-    said = [f"0 documents are left of {read:,} in {files:,} files"]
+    said = [f"0 documents are left of {read:,} in {counted(files, 'file')}"]
     if passed_over:
         said.append(f"passed over: {_counted(passed_over)}")
     if bad["count"]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.blend import Which, read_blend
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed
@@ -107,8 +108,8 @@ class EpochRows:
     def words(self, lengths: np.ndarray, size: int, more: int = 0) -> str:
         """Words how full the rows of `size` + `more` tokens are, with examples of these lengths."""
         full = int(lengths.sum()) / (len(self.rows) * (size + more))
-        words = f"in {len(self.rows):,} rows of {size:,}, {full:.0%} full: "
-        return words + f"{self.steps_per_epoch:,} steps an epoch"
+        words = f"in {counted(len(self.rows), 'row')} of {size:,}, {full:.0%} full: "
+        return words + f"{counted(self.steps_per_epoch, 'step')} an epoch"
 
 
 class PackedConversations:
@@ -215,15 +216,16 @@ class PackedConversations:
         counts = self._per_conversation()
         unrolled, repeated = counts[counts > 1], int(self.shared.sum())
         new_tokens = int(self.lengths.sum()) - repeated
-        talks = f" of {len(counts):,} conversations" if len(unrolled) else ""
+        talks = f" of {counted(len(counts), 'conversation')}" if len(unrolled) else ""
         lines = {
-            "data": f"{len(self.lengths):,} examples{talks}, {new_tokens:,} tokens, "
+            "data": f"{counted(len(self.lengths), 'example')}{talks}, {new_tokens:,} tokens, "
             f"{self._tokens_with_loss():,} of them with a loss",
             "packed": self.epochs.words(self.lengths, self.seq_len, 1),
         }
         if len(unrolled):
             lines["turns"] = (
-                f"{len(unrolled):,} conversations are {unrolled.sum():,} examples, one a turn, as "
+                f"{counted(len(unrolled), 'conversation')} {'is' if len(unrolled) == 1 else 'are'} "
+                f"{unrolled.sum():,} examples, one a turn, as "
                 "the chat template shows turns otherwise once others follow; "
                 f"they read {repeated:,} tokens again"
             )

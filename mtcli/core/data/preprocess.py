@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import collect_errors, failed, wrong
 from mtcli.core.data.documents import Reading, Text, read_documents
 from mtcli.core.data.encoders import (
@@ -251,11 +252,11 @@ def _run(
     first = list(islice(corpus, 1))
     job, encoder = _job(request, tokenizer, append_eod, first, space.subfolder("parts"))
     size = sum(source.size for source in listing.sources)
-    files = f"{len(listing.sources):,} files of {size / 1e6:,.1f} MB"
+    files = f"{counted(len(listing.sources), 'file')} of {size / 1e6:,.1f} MB"
     say(
         f"{'standard input' if request.from_stdin else files} -> {request.output}.bin in tokens of "
         f"{8 * job.dtype.itemsize} bits; tokenizer {request.tokenizer} of "
-        f"{tokenizer.vocab_size:,} ids by {encoder}; {request.workers} workers"
+        f"{tokenizer.vocab_size:,} ids by {encoder}; {counted(request.workers, 'worker')}"
     )
     if listing.left_out:
         say(f"left out of folders: {told(listing.left_out)}; name such files, or all with --format")

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.schema import CHAT_FILE, RunConfig
 from mtcli.core.config.untrusted import append_untrusted
@@ -61,7 +62,7 @@ class TextData(NamedTuple):
     def size(self) -> str:
         """Words the files: how many, and their bytes."""
         total = sum(source.size for source in self.sources)
-        return f"{len(self.sources):,} files of {total / 1e6:,.1f} MB"
+        return f"{counted(len(self.sources), 'file')} of {total / 1e6:,.1f} MB"
 
     def estimate(self) -> str:
         """Words what tokenizing takes, by the time that a sample of the text takes one process."""

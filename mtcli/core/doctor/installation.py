@@ -43,7 +43,7 @@ def extra(name: str) -> Diagnosis:
     """Whether an extra's packages are installed, and what they give."""
     gives = EXTRAS[name]
     if name not in (metadata("mtcli").get_all("Provides-Extra") or []):
-        found = f"{gives}: mtcli was installed before it had this extra"
+        found = f"{gives}: the installed mtcli is older than the extra {name!r}"
         return warn(found, f"pip install --upgrade 'mtcli[{name}]'")
     required = list(_required(name))
     numbers = {one.name: _version(one.name) for one in required}

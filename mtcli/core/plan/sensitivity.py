@@ -89,13 +89,17 @@ def _quickest(
 ) -> Neighbour:
     """The fastest layout that fits, by scaled lower bounds: simulating the largest pipelines takes
     a second, and a bound's error is about the same for similar layouts."""
-    device = best.device
+    device, rejected = best.device, None
     for work in sorted(works, key=lambda candidate: lower_bound(candidate, device)):
         if memory(work, device).total <= device.usable_bytes:
             p = by_work.get(work) or _estimate(work, best)
             if p.step_seconds < best.step_seconds:  # none is quicker than the best of a search
                 p = predict_workload(work, device)
-            return Neighbour(field, value, p, _reason(p, best))
+            if p.step_seconds >= best.step_seconds:
+                return Neighbour(field, value, p, _reason(p, best))
+            rejected = rejected or p  # the search has rehearsed it, and its real stages do not fit
+    if rejected:
+        return Neighbour(field, value, rejected, "does not fit, as its real stages were rehearsed")
     least = smallest(works, device)
     over = memory(least, device).total - device.usable_bytes
     return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")

@@ -17,7 +17,7 @@ from mtcli.core.plan.certainty import SHARE, kind_of, step_range
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.exchange import exchange_of, sync_bytes_per_step
 from mtcli.core.plan.grid import grid_bytes_per_step
-from mtcli.core.plan.hardware import gib
+from mtcli.core.plan.hardware import Device, gib
 from mtcli.core.plan.memory import in_flight_chunks
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
@@ -32,8 +32,8 @@ SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
 ALL_RANKS = 64  # ranks that are listed one by one
 ROWS = 16  # of ranges, of which the middle is left out
 
-CANDIDATES = ("", "layout", "step", "MFU", "memory", "bubble", "communication", "slower")
-NEIGHBOURS = ("changed", "falls short", "step", "memory", "layout")
+CANDIDATES = ("", "layout", "step", "MFU", "memory", "bubble", "communication", "slower\nthan best")
+NEIGHBOURS = ("changed", "slower than best", "step", "memory", "layout")
 
 KEYS = "layout parameters memory_bytes fits step_seconds tokens_per_second_per_gpu "
 KEYS += "model_tflops_per_gpu hardware_tflops_per_gpu mfu hfu bubble_fraction communication_seconds"
@@ -204,7 +204,10 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
     """Rows on one prediction; rows without text are left out."""
     work, m, device = p.work, p.work.model, p.device
     tokens = work.tokens_per_step
-    margin = f"{gib(device.memory_bytes - device.usable_bytes)} left to fragmentation"
+    unit = _unit(device)
+    margin = (
+        f"of which {gib(device.memory_bytes - device.usable_bytes)} are spared for fragmentation"
+    )
     memory = [f"{name} {gib(n)}" for name, n in p.memory.as_dict().items() if name != "total"]
     sent = [f"{axis} {s:.3g} s" for axis, s in p.communication_seconds.items() if s > 0]
     rates = {n: r for n, r in p.flops_by_convention.items() if n != FLOP_CONVENTION}
@@ -220,10 +223,10 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         (f"experts at {UNEVEN}x", _uneven_cost(p)),
         ("precision", _slow_precision(p)),
         ("rates", _roofline(p)),
-        ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
+        ("step time", _rate(p)),
         ("how sure", _how_sure(p)),
         ("host", _host(p)),
-        ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
+        ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per {unit} ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
         ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
         ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
@@ -232,6 +235,17 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("data parallelism", _sync(p)),
     ]
     return [row for row in rows if row[1]]
+
+
+def _unit(device: Device) -> str:
+    """What has a rank for itself: a GPU; ranks share a CPU."""
+    return "rank" if device.name == "cpu" else "GPU"
+
+
+def _rate(p: Prediction) -> str:
+    """Text on the seconds of a step, and the tokens of a rank in a second."""
+    per = f"{p.tokens_per_second_per_gpu:,.0f} tokens/s/{_unit(p.device)}"
+    return f"{p.step_seconds:.4g} s, {per}"
 
 
 def _how_sure(p: Prediction) -> str:
@@ -351,8 +365,7 @@ def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
 def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
     """(title, headings, rows) of the fewest devices on which a layout fits."""
     used = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
-    rate = f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-    rows = [["layout", p.work.layout_words], ["bytes per rank", used], ["step time", rate]]
+    rows = [["layout", p.work.layout_words], ["bytes per rank", used], ["step time", _rate(p)]]
     return f"It fits from {p.work.layout.world:,} x {p.device.name} on", ("", ""), rows
 
 

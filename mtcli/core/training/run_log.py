@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.phases import PhaseSpan, phases_of, tokens_of
@@ -77,9 +78,9 @@ def run_header(config: RunConfig, world: int, rank_bytes: int, start: str) -> di
     most = "" if fills else "at most "  # what fills rows up is no token
     return {
         "model": _model(config),
-        "layout": f"{world} ranks: {_axes(config, world)}",
+        "layout": f"{counted(world, 'rank')}: {_axes(config, world)}",
         "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
-        "run": f"{config.train.steps:,} steps, {most}{tokens_of(config):,} tokens",
+        "run": f"{counted(config.train.steps, 'step')}, {most}{tokens_of(config):,} tokens",
         **{f"phase {span.number}": describe_phase(config, span) for span in phases},
         "sync": _sync(config, world),
         "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",

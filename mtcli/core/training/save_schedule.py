@@ -36,7 +36,7 @@ class SaveSchedule:
         times = [f"every {train.save_every:,} steps"] if train.save_every else []
         if train.save_minutes:
             rarer = f"rarer where that would take over {SAVING_SHARE:.0%} of the time"
-            times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
+            times.append(f"{train.save_minutes:g} min after the last save ({rarer})")
         checkpoints = f"the newest {train.keep:,}" if train.keep else "all"
         if train.keep_best:
             times.append(f"after an evaluation that is among the best {train.keep_best:,}")

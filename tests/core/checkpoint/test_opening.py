@@ -121,7 +121,9 @@ def test_where_no_checkpoint_is_whole_none_is_offered(run):
         (step / RANK).unlink()
     with pytest.raises(MtcliError, match="step-00000002/rank") as error:
         open_checkpoint(run)
-    assert "before it" not in str(error.value)
+    assert "before it" not in str(error.value) and "earlier" not in str(error.value)
+    offer = f"{run / 'checkpoints'} has no other that is whole: use another copy of step-00000002"
+    assert error.value.problems[0].hint == offer
 
 
 def test_a_truncated_file_is_named(run):

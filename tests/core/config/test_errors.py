@@ -1,5 +1,7 @@
 """The one error: its text as the user reads it, and its exit code."""
 
+import pickle
+
 import pytest
 
 from mtcli.core.config.errors import Exit, MtcliError, Problem, failed, wrong
@@ -20,6 +22,20 @@ def test_a_hint_for_all_of_them_closes_the_error():
     error = MtcliError(Problem("a", "b"), Problem("c"), hint="d")
     assert str(error) == "error: a\n\nhint: b\n\nerror: c\n\nhint: d"
     assert error.problems == (Problem("a", "b"), Problem("c"))
+
+
+def test_a_hint_that_problems_in_a_row_share_is_said_once():
+    error = MtcliError(Problem("a", "b"), Problem("c", "b"), Problem("d", "e"), Problem("f", "b"))
+    said = "error: a\n\nerror: c\n\nhint: b\n\nerror: d\n\nhint: e\n\nerror: f\n\nhint: b"
+    assert str(error) == said
+    assert [problem.hint for problem in error.problems] == ["b", "b", "e", "b"]
+
+
+def test_another_process_reads_the_same_error():
+    error = MtcliError(Problem("a", "b"), Problem("c", "b"), code=Exit.FAILED, hint="d")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems, again.code) == (str(error), error.problems, Exit.FAILED)
+    assert str(again) == "error: a\n\nerror: c\n\nhint: b\n\nhint: d"
 
 
 def test_wrong_input_exits_2_and_failed_work_1():

@@ -147,6 +147,16 @@ def test_what_a_user_would_try_is_answered_with_flags_to_paste(overrides, world,
         assert row.endswith("   " + " ".join(words)), "and as it is described"
 
 
+def test_the_layout_is_what_stands_before_the_layouts_that_cure_it():
+    told = refusal_of(4, "parallel.tp=3", "optimizer.min_lr=1", "data.document_positions=true")
+    lines = told.splitlines()
+    closing = lines.index("hint: the nearest legal layouts on 4 ranks:")
+    fields = [line.split(": ")[1] for line in lines[:closing] if line.startswith("error: ")]
+    assert {"optimizer.min_lr"} < set(fields)
+    of_layout = [field.startswith(("parallel", "model.num")) for field in fields]
+    assert of_layout == sorted(of_layout) and of_layout[-1]
+
+
 def test_where_no_world_is_given_each_layout_has_the_ranks_that_it_needs():
     told = refusal_of(None, "parallel.tp=3", "parallel.pp=5")
     assert told.endswith(

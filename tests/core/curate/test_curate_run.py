@@ -416,12 +416,12 @@ def test_a_run_that_leaves_no_document_is_refused_and_keeps_what_was_there(run, 
     write_jsonl(path, [{"id": "a", "text": "x"}, {"id": "b", "text": "x"}])
     stages = ["exact", "rules", "fuzzy"]
     said = refusal(lambda: run(path, stages=stages, force=True))
-    assert "0 documents are left of 2 in 1 files" in said
+    assert "0 documents are left of 2 in 1 file" in said
     assert "exact: 1 same text" in said and "rules: 1 too few words" in said
     assert "stages=['exact', 'fuzzy']" in said
     assert tree(tmp_path / "out") == before
     path.write_text("")
-    assert "0 documents are left of 0 in 1 files" in refusal(lambda: run(path, name="empty"))
+    assert "0 documents are left of 0 in 1 file" in refusal(lambda: run(path, name="empty"))
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "whole"])

@@ -217,6 +217,22 @@ def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
     assert "recomputation" in again.reason
 
 
+def test_a_layout_that_is_quicker_than_the_best_was_found_not_to_fit():
+    """A rehearsal takes the best by estimate out: it is then no neighbour that is quicker."""
+    gpu = GPUS["h200"]
+    found = search(MIXTURE, 8, gpu, 12)
+    predictions = [candidate.prediction for candidate in found.best]
+    seen = 0
+    for number, best in enumerate(predictions[1:], start=1):
+        for one in neighbours([best], found.works):
+            p = one.prediction
+            quicker = p.step_seconds < best.step_seconds
+            assert quicker <= one.reason.startswith("does not fit"), (number, one.reason)
+            seen += one.reason == "does not fit, as its real stages were rehearsed"
+            assert not one.reason.startswith("-")
+    assert seen
+
+
 def test_squares_or_grids_of_given_rows_are_searched_where_two_dimensions_are_asked_for():
     pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})
     for rows, sizes in ((0, {4, 16, 64}), (2, {2, 4, 8, 16, 32, 64})):

@@ -61,7 +61,7 @@ def test_a_run_saves_every_so_many_steps_and_at_its_end(every, steps):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "every 30 min without another save (rarer where that would take over 1% of the time), "
+        ({}, "30 min after the last save (rarer where that would take over 1% of the time), "
          "at the end; keeps the newest 2"),
         ({"save_every": 1000, "save_minutes": 0, "keep": 0}, "every 1,000 steps, at the end; keeps "
          "all"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.memory import state_bytes
@@ -20,7 +21,7 @@ Data = Mapping[str, Any]
 
 def write_profile_page(target: str, profile: Profile, data: Data) -> None:
     """Writes the page of a measured config; `data` is the JSON of `--json`."""
-    title = f"mtcli profile: {profile.config.model.architecture}, {data['world']} ranks"
+    title = f"mtcli profile: {profile.config.model.architecture}, {counted(data['world'], 'rank')}"
     sections = [
         PageSection("", "", table(("", "measured", "planned"), summary_rows(data))),
         *_time(profile, data),

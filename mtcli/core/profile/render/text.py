@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
+from mtcli.core.config.counts import counted
 from mtcli.core.profile.figures import Json, Profile, fullest_stage, planned_memory
 from mtcli.core.runtime.console import print_line, print_table, width
 from mtcli.core.schedule.timeline import Timeline, draw
@@ -175,4 +176,4 @@ def show_run(rows: Sequence[Json], data: Json) -> None:
     ]
     titles = ["step", "loss", "gradient norm", "step time", "tokens/s"]
     titles += [] if isnan(data["mfu"]) else ["MFU"]
-    print_table(f"{len(rows)} steps", titles, cells, right=True)
+    print_table(counted(len(rows), "step"), titles, cells, right=True)
