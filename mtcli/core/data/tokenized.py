@@ -22,7 +22,7 @@ from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import CHAT_FILE, RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.data.documents import Text, read_documents
-from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.indexed import describe, pairs_in, with_suffix
 from mtcli.core.data.preprocess import TRAIN, PreprocessRequest, fingerprint, preprocess
 from mtcli.core.data.sources import SourceFile, cut, find_sources
 from mtcli.core.data.tokenize import load_tokenizer
@@ -134,8 +134,11 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
 
 
 def is_text(word: str) -> bool:
-    """Says whether a word of the data names a file or folder, and no dataset or file of one."""
-    return exists(word) and not exists(f"{word}.idx") and Path(word).suffix not in NO_TEXT
+    """Says whether a word of the data names a file or folder, and no dataset, nor files of one."""
+    if not exists(word) or exists(f"{word}.idx") or Path(word).suffix in NO_TEXT:
+        return False
+    of_data = (*NO_TEXT, ".tokenizer")
+    return not pairs_in(word) or any(path.suffix not in of_data for path in Path(word).iterdir())
 
 
 def with_prefixes(words: Sequence[str], texts: Sequence[TextData]) -> list[str]:
