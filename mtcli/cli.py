@@ -8,7 +8,7 @@ command line is refused as wrong configs are: with all problems at once, and in 
 import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from shlex import quote
+from shlex import quote, split
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -141,6 +141,19 @@ def _usage(ctx: typer.Context) -> str:
     return f"`{ctx.command_path} --help` shows its usage"
 
 
+def _example(ctx: typer.Context, name: str) -> str:
+    """Shows a flag with its value in the command's example, or the whole of that for another name;
+    without the flag there, what stands for its value in the help."""
+    example = COMMANDS[ctx.info_name or ""].example
+    if not name.startswith("-"):
+        return f"such as `{example}`"
+    words = split(example)
+    if name in words:
+        return f"such as {name} {quote(words[words.index(name) + 1])}"
+    (param,) = (param for param in ctx.command.get_params(ctx) if name in param.opts)
+    return f"{name} {param.metavar}" if param.metavar else _usage(ctx)
+
+
 def _extra_argument(ctx: typer.Context, word: str) -> Problem:
     """Builds the problem of an argument too many: a prompt, or a dataset, without its flag."""
     flags = {flag for param in ctx.command.get_params(ctx) for flag in param.opts}
@@ -155,7 +168,7 @@ def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
     message, name = error.format_message().rstrip("."), error.option_name
     options = [flag for param in ctx.command.get_params(ctx) for flag in param.opts]
     if name in options:
-        return Problem(message[0].lower() + message[1:], _usage(ctx), name)
+        return Problem(message[0].lower() + message[1:], _example(ctx, name), name)
     arguments = [p.metavar for p in ctx.command.get_params(ctx) if not isinstance(p, TyperOption)]
     if name in ARGUMENTS and arguments[:1] in (["CONFIG"], ["CHECKPOINT"]):
         hint = f"{arguments[0]} has no flag: {ctx.command_path} {arguments[0]}"
@@ -203,7 +216,7 @@ def _wrong_value(
     is_option = isinstance(param, TyperOption)
     name = param.opts[0] if is_option else (param.metavar or param.name)
     if value is None or value == []:
-        return Problem("it is missing", _usage(ctx), name)
+        return Problem("it is missing", _example(ctx, name), name)
     from mtcli.core.config.fields import FieldKind, refused
 
     kind, limits = param.type_descriptor, param.type_descriptor.parameter_info

@@ -165,7 +165,7 @@ FAULTS = [
         "pass",
         lambda f: f.p.schedule == "zero_bubble"),
     Fault("wrong batch: every data rank reads the same samples", "training/loader.py",
-        "first = step * size + data_rank * block +", "first = step * size +",
+        "first = begin + data_rank * block +", "first = begin +",
         lambda f: f.dp > 1),
     Fault("wrong panel: a grid's ranks broadcast another's", "parallel/summa.py",
         "values, start_broadcast(values, axis, owner)",

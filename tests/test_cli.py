@@ -52,7 +52,9 @@ def _raise(error):
 @pytest.fixture
 def probed(monkeypatch):
     """The command line with one more command, `probe`, which lives in this file."""
-    command = cli.Target(f"{__name__}:probe", inspect.getdoc(probe), "mtcli probe")
+    command = cli.Target(
+        f"{__name__}:probe", inspect.getdoc(probe), "mtcli probe tiny --set seed=1"
+    )
     monkeypatch.setitem(cli.COMMANDS, "probe", command)
 
 
@@ -209,7 +211,7 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
     (["prob"], "there is no command 'prob'", "did you mean 'probe'?"),
     (["finetune"], "there is no command 'finetune'", "did you mean 'train'?"),
     (["zzz"], "there is no command 'zzz'", "`mtcli --help` lists the commands"),
-    (["probe"], "CONFIG: it is missing", "`mtcli probe --help` shows its usage"),
+    (["probe"], "CONFIG: it is missing", "such as `mtcli probe tiny --set seed=1`"),
     (["probe", "tiny", "--jsn", "-"], "--jsn: there is no such option", "did you mean --json?"),
     (["probe", "tiny", "--zzz"], "--zzz: there is no such option", "--help` shows its usage"),
     (["probe", "tiny", "-z"], "-z: there is no such option", "--help` shows its usage"),
@@ -217,7 +219,9 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
     (["probe", "tiny", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
     (["probe", "--config", "x"], "--config: there is no such option", "probe CONFIG"),
     (["probe", "tiny", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
-    (["probe", "tiny", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
+    (["probe", "tiny", "--set"], "--set: option '--set' requires an argument",
+     "such as --set seed=1"),
+    (["probe", "tiny", "--json"], "--json: option '--json' requires an argument", "--json FILE|-"),
     (["probe", "tiny", "--nproc=2", "--nproc", "2"], "--nproc: it is given 2", "give it once"),
     (["probe", "tiny", "--nproc=0"], "--nproc: 0 should be at least 1",
      "a whole number from 1 to 1024, such as 1"),

@@ -1,6 +1,6 @@
 """Counts what a step asks of a GPU, without one: launches, bytes, FLOPs, and waits of the host.
 
-`StepCounts` is a dispatch mode over the fake tensors of a rehearsal, which take a GPU's paths. Each
+`StepCounts` is a dispatch mode over the tensors of a rehearsal, which take a GPU's paths. Each
 operation becomes an `Event` with the line of mtcli that caused it; an operation of a backward has
 the line of its forward. An operator of mtcli counts the launches that its implementation makes.
 """
@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -154,7 +153,6 @@ class StepCounts(TorchDispatchMode):
 
     def _launches(self, func: Any, args: Any) -> tuple[int, int]:
         """(all launches, those of Triton's kernels) of an operator's implementation."""
-        fake = next(x for x in tree_leaves(args) if isinstance(x, FakeTensor))
         inside, triton = StepCounts(), []
 
         def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
@@ -163,7 +161,6 @@ class StepCounts(TorchDispatchMode):
         with (
             _disable_current_modes(),
             patch.object(TritonKernel, "_launch", launch),
-            fake.fake_mode,
             inside,
         ):
             func._op_dk(torch._C.DispatchKey.CPU, *args)

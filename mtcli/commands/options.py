@@ -4,7 +4,6 @@ A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Np
 ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` has its own default, an empty list.
 """
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,11 +21,10 @@ def named(word: str, context: typer.Context | None = None) -> str:
     if hub is None:
         return word
     from mtcli.commands.output import echo
-    from mtcli.core.runtime.launch import environment_rank
-    from mtcli.core.runtime.worker_errors import LAUNCHED
+    from mtcli.core.runtime.launch import speaks_first
 
     said = context.meta.setdefault(HUB, set()) if context else set()
-    if word not in said and not environment_rank() and LAUNCHED not in os.environ:
+    if word not in said and speaks_first():
         echo(f"note: no file or folder here is {word}: it is taken as {hub}", err=True)
     said.add(word)
     return hub

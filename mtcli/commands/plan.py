@@ -18,6 +18,8 @@ from mtcli.commands.options import (
 from mtcli.commands.output import echo, refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
+    from mtcli.core.config.schema import RunConfig
+    from mtcli.core.data.tokenized import TextData
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.rehearse.dry_run import DryRun
 
@@ -192,7 +194,9 @@ def plan(
             from mtcli.core.profile.calibration_file import measured_device
 
             asked = replace(asked, device=measured_device(asked.device, calibration))
+        texts = _texts(asked.config) if asked.config else []
         planned = answer(asked, top, rehearsed)
+        planned = replace(planned, data=tuple(text.estimate() for text in texts))
         if sbatch or jobset:
             nodes_of(planned.prediction)  # refuses what fills none, ahead of any output
     counted = None
@@ -232,6 +236,17 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
         raise MtcliError(*problems)
     assert config is not None
     return config
+
+
+def _texts(config: "RunConfig") -> "list[TextData]":
+    """The text of the run's data that is not tokenized yet. Raises MtcliError where that needs a
+    tokenizer."""
+    if not any(config.words_by_field.values()):
+        return []  # without numpy, which takes most of the time of a plan
+    from mtcli.core.data.tokenized import texts_of
+    from mtcli.core.training.run_tokenizer import extended_tokenizer
+
+    return [text for text in texts_of(config, extended_tokenizer(config)) if not text.is_ready]
 
 
 def _require_outputs(plot: str | None, output: str | None) -> None:

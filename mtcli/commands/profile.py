@@ -70,7 +70,7 @@ def profile(
     from mtcli.core.training.run_config import with_texts
 
     source, world = source_of(config, base=base), num_ranks(nproc)
-    flags, _ = with_texts(source, overrides, world, partial(echo, err=True))
+    flags, _ = with_texts(source, overrides, world, partial(echo, err=True), config_name=config)
     run = load_checked(source, with_vocabulary(source, flags, starting_tokenizer), world)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})

@@ -140,7 +140,7 @@ def _list(folder: str, sort: str, json_out: str | None) -> None:
 
     found = sorted_runs(summaries(find_runs(Path(folder))), sort)
     varied = varied_fields(found)
-    rows = [run.as_json() | {"fields": {f: run.fields.get(f) for f in varied}} for run in found]
+    rows = [run.as_json() | {"fields": {f: run.value(f) for f in varied}} for run in found]
     if not answer({"folder": folder, "varied": varied, "runs": rows}, json_out):
         return
     if not found:

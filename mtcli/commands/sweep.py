@@ -107,7 +107,8 @@ def sweep(
     json_out: JsonOut = None,
 ) -> None:
     """Train many models of one shape as one array, each with the run folder of a run alone."""
-    from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.checkpoint.fine_tuning import weights_note
+    from mtcli.core.runtime.launch import environment_world, speaks_first
     from mtcli.core.sweep.record import require_startable
     from mtcli.core.sweep.run_plan import SweepRequest, sweep_plan
 
@@ -130,18 +131,23 @@ def sweep(
     plan = sweep_plan(request, num_ranks(nproc))
     if environment_world() is None and not (resume and plan.sampling):
         require_startable(plan.trials, plan.output, resume)
+    train = plan.trials[0].config.train
+    is_new = speaks_first() and not (resume or init)
+    if is_new and (note := weights_note(config, train.init)):
+        echo(note, err=True)
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.sweep.run import train
+        from mtcli.core.sweep.run import train as train_all
         from mtcli.core.sweep.sweep import Sweep
 
         sweep = Sweep(plan, runtime)
-        finished = train(sweep)
+        finished = train_all(sweep)
         if runtime.rank == 0:
             _report(sweep, json_out)
+            if not finished:
+                echo(f"stopped, as it was told to; {GOES_ON}", err=True)
         return finished
 
-    train = plan.trials[0].config.train
     if run_ranks(nproc, train, work, goes_on=lambda: GOES_ON) is False:  # it was told to stop
         raise KeyboardInterrupt
 
@@ -154,7 +160,7 @@ def _report(sweep: "Sweep", json_out: str | None) -> None:
     summary = sweep.write()
     picture = _draw(sweep)
     if answer({**summary, "picture": picture}, json_out):
-        columns = ("trial", "loss", "valid", "steps", "status")
+        columns = ("trial", record.MEAN_LOSS, "valid", "steps", "status")
         print_table("", columns, board.rows(sweep.records))
         if rows := [setting.row() for setting in settings.settings_of(sweep.records)]:
             print_table("Over seeds", settings.COLUMNS, rows)

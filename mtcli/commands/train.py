@@ -78,11 +78,11 @@ def train(
     json_out: JsonOut = None,
 ) -> None:
     """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
-    from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
+    from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer, weights_note
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.data.vocabulary import with_vocabulary
     from mtcli.core.runtime.attempts import times_restarted
-    from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.runtime.launch import environment_world, speaks_first
     from mtcli.core.runtime.private_folder import adding_to_no_cache
     from mtcli.core.runtime.slurm import require_srun
     from mtcli.core.training.run_config import planned_config, with_texts
@@ -100,7 +100,9 @@ def train(
         source, again = source_of(config, init, base), times_restarted() > 0
         begins = resume or again, start_over or again
         checks = [lambda: _require_folder(source, overrides, *begins)] if first else []
-        flags, texts = with_texts(source, overrides, num_ranks(nproc), say, *checks)
+        flags, texts = with_texts(
+            source, overrides, num_ranks(nproc), say, *checks, config_name=config
+        )
         size = max((text.vocab_size for text in texts), default=None)
         flags = with_vocabulary(source, flags, starting_tokenizer, size)
         start = partial(_require_start, source, flags, *begins, not texts)
@@ -111,6 +113,9 @@ def train(
             *([start] if first else []),
             otherwise=start,
         )
+        is_new = speaks_first() and not (resume or start_over or init)
+        if is_new and (note := weights_note(config, run.train.init)):
+            say(note)
         return run, texts
 
     if dry_run:

@@ -108,7 +108,7 @@ def test_a_field_that_one_config_has_not_is_a_difference(home):
 
 # fmt: off
 @pytest.mark.parametrize("words, message, hint", [
-    ("config", "show|diff|explain|schema: it is missing", "`mtcli config --help`"),
+    ("config", "show|diff|explain|schema: it is missing", "`mtcli config show tiny"),
     ("config tiny", "there is no mtcli config tiny", "mtcli config show or mtcli config diff"),
     ("config show", "show takes CONFIG, and 0 names are given", "mtcli config show CONFIG"),
     ("config diff tiny", "diff takes A B, and 1 names are given", "mtcli config diff A B"),

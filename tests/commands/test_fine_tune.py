@@ -8,6 +8,7 @@ from command_line import mtcli
 from marks import slow
 from tiny import metrics
 
+from mtcli.core.checkpoint.fine_tuning import weights_note
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
 
@@ -89,6 +90,27 @@ def test_weights_of_ours_are_trained_on_without_a_config(home, run):
     assert done.returncode == 0, done.stderr
     assert "run/checkpoints/step-" in done.stdout.split("from", 1)[1].splitlines()[0]
     assert (open_checkpoint(home / "more").tokenizer_folder / "chat_template.jinja").is_file()
+
+
+def test_a_run_as_config_says_that_its_weights_are_left_out_unless_it_is_resumed(home, run):
+    data = {"data.train": "talks.jsonl", "train.output": "anew", "data.tokenizer": "llama"}
+    done = fine_tune(home, "run", "--dry-run", **data)
+    assert done.returncode == 0 and "not its weights: the run begins from llama" in done.stderr
+    table = (home / "run" / "config.toml").read_text().replace('init = "llama"', "")
+    (home / "bare").mkdir()
+    (home / "bare" / "config.toml").write_text(table)
+    assert not weights_note(str(home / "bare"), None), "it has saved nothing"
+    (home / "bare" / "checkpoints").symlink_to(home / "run" / "checkpoints")
+    note = weights_note(str(home / "bare"), None)
+    assert "the run begins with new weights" in note and f"`--init {home / 'bare'}`" in note
+    assert "begins from llama" in weights_note(str(home / "bare"), "llama")
+    assert not weights_note(str(home / "bare"), str(home / "bare"))
+    assert not weights_note("tiny", None) and not weights_note(None, "llama")
+    done = fine_tune(home, "bare", **data)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: CONFIG bare gives its config, not its weights: the run ") == 1
+    done = fine_tune(home, "anew", "--resume", **{"train.epochs": 2})
+    assert done.returncode == 0 and "note: CONFIG" not in done.stderr, done.stderr
 
 
 def test_the_lines_of_a_step_are_read_by_the_tokenizer_of_the_weights(home, run):

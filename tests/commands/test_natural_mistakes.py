@@ -37,7 +37,7 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("train tiny --set data.train=list.json", "conversations are read by a tokenizer",
      "a Hugging Face folder that has one: --init FOLDER"),
     ("train tiny --set data.train=chats.jsonl.gz --set data.format=tokens",
-     "chats.jsonl.gz is text, and no tokenizer is known", 'data.format = "conversations"'),
+     "chats.jsonl.gz is text, and no tokenizer is known", '--set data.format=conversations'),
     ("train tiny --set data.train=data/t.json --set data.tokenizer=bytes",
      "data/t.json describes a pair of .bin and .idx", "name the prefix of the pair: data/t"),
     ("train tiny --set data.train=data/tt", "no file data/tt.idx", "did you mean 'data/t.idx'?"),

@@ -9,6 +9,8 @@ import tomllib
 import pytest
 from marks import slow
 
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.phases import tokens_of
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.search import as_estimated
 
@@ -68,8 +70,10 @@ def test_a_step_time_has_the_range_of_published_runs_of_its_kind(capsys):
     data = json.loads(run(capsys, *flags, "h100", "--json", "-")[1])
     low, high = (seconds / data["step_seconds"] for seconds in data["step_seconds_range"])
     assert (low, high) == (pytest.approx(0.796), pytest.approx(1.663))
-    words = run(capsys, *flags, "h100")[1]
-    assert "how sure" in words and "58 of dense models on GPUs with fp8" in " ".join(words.split())
+    words = " ".join(run(capsys, *flags, "h100")[1].split())
+    kind = "dense models on GPUs that have fp8, used or not"
+    span = f"{data['step_seconds_range'][0]:.4g} to {data['step_seconds_range'][1]:.4g} s"
+    assert f"how sure {span}, by the errors of 80% of 58 published runs of {kind}" in words
     assert json.loads(run(capsys, *flags, "cpu", "--json", "-")[1])["step_seconds_range"] is None
 
 
@@ -285,9 +289,12 @@ def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, t
     assert seconds == sorted(seconds) and seconds[0] == data["step_seconds"]
     written = tomllib.loads(target.read_text())
     assert written["parallel"]["tp"] == data["layout"]["tp"]
-    code, again, _ = run(
-        capsys, str(target), "--gpus", "16", "--device", "a100-40gb", "--json", "-"
-    )
+    header = [line[2:] for line in target.read_text().splitlines() if line.startswith("# ")]
+    assert header[0].startswith("planned: 16 x a100-40gb, ")
+    assert header[1] == f"a step: {seconds[0]:.4g} s"
+    assert header[3] == "again: mtcli plan run.toml --gpus 16 --device a100-40gb"
+    _, _, _, *flags = header[3].partition(": ")[2].split()
+    code, again, _ = run(capsys, str(target), *flags, "--json", "-")
     assert code == 0 and json.loads(again)["step_seconds"] == pytest.approx(seconds[0])
 
 
@@ -308,6 +315,28 @@ def test_a_whole_run_is_in_table_and_json_and_wrong_figures_are_refused_together
     code, out, _ = run(capsys, *where, *wrong)
     fields = [problem["field"] for problem in json.loads(out)["problems"]]
     assert code == 2 and fields == ["optimizer.lr", "--tokens", "--assume"]
+
+
+def test_the_length_of_the_run_is_said_by_the_plan_its_config_and_its_launch_files(
+    capsys, tmp_path
+):
+    where = ("gpt2-345m", "--gpus", "8", "--device", "h100", "--set", "parallel.tp=2")
+    run_config = load_config("gpt2-345m")
+    steps, tokens = run_config.train.steps, tokens_of(run_config)
+    total = json.loads(run(capsys, *where, "--tokens", str(tokens), "--json", "-")[1])["budget"]
+    length = f"{total['days']['planned']:.3g} days for {steps:,} steps, {tokens:.4g} tokens"
+    config, script, jobs = (tmp_path / name for name in ("run.toml", "a.sbatch", "a.yaml"))
+    files = ("--output", str(config), "--sbatch", str(script), "--jobset", str(jobs))
+    said = " ".join(run(capsys, *where, *files)[1].split())
+    assert f"the run {length}; train.steps sets it" in said
+    assert f"# the run: {length}; train.steps sets it\n" in config.read_text()
+    assert all(f"\n# The run: {length}\n" in path.read_text() for path in (script, jobs))
+    said = run(capsys, *where, "--set", f"train.steps={steps // 100}")[1]
+    ((count, unit),) = re.findall(rf"([\d.]+) (hours|min) for {steps // 100:,} steps", said)
+    days = float(count) / {"hours": 24, "min": 24 * 60}[unit]
+    assert days == pytest.approx(total["days"]["planned"] / 100, rel=0.05)
+    chats = ("--set", "data.train=a.jsonl", "--set", "train.epochs=2")
+    assert "train.steps sets it" not in run(capsys, *where, *chats)[1]
 
 
 def test_launch_files_name_the_config_and_replace_none_without_force(capsys, tmp_path):
@@ -391,6 +420,22 @@ def test_ranks_show_both_maps_and_every_group(capsys):
     assert data["groups"]["attention"]["pp"] == data["groups"]["experts"]["pp"]
     _, out, _ = run(capsys, *arguments)
     assert "attention tp: [0, 1] [2, 3]" in out and "experts ep: [0, 1, 2, 3]" in out
+
+
+def test_text_that_a_run_would_tokenize_first_is_told_with_its_time(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("all the world is a stage\n" * 4000)
+    words = ("tiny", "--set", "data.train=text.txt")
+    code, out, _ = run(capsys, *words, "--set", "data.tokenizer=bytes", "--json", "-")
+    (line,) = json.loads(out)["data"]
+    assert code == 0 and re.fullmatch(
+        r"text.txt: 1 files of 0.1 MB, to be tokenized by bytes into text.txt.tokenized "
+        r"in about 0:00:0\d",
+        line,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    code, out, error = run(capsys, *words)
+    assert code == 2 and not out and "text.txt is text, and no tokenizer is known" in error
 
 
 def test_the_timeline_is_drawn_and_plotted(capsys, tmp_path):

@@ -33,8 +33,8 @@ def listed(home, *words):
 
 def test_the_table_has_a_line_for_each_run_the_newest_first(home):
     title, *lines = [line.split() for line in listed(home).splitlines()]
-    assert title == ["run", "state", "step", "loss", "valid", "tokens", "time", "size", "host",
-                     "differs"]  # fmt: skip
+    assert title == ["run", "state", "step", "loss,", "last", "10", "valid", "tokens", "time",
+                     "size", "host", "differs"]  # fmt: skip
     assert [line[0] for line in lines] == ["runs/a", "runs/b", "runs/sweep/seed=3"]
     assert lines[0][1:5] == ["finished", "20", "of", "20"] and lines[0][7:9] == ["640", "0:00:10"]
     assert lines[0][6] == "0.9839"  # 1.1 * 4 / sqrt(20)
@@ -110,8 +110,8 @@ def test_compare_shows_losses_configs_and_both_axes(home):
     words = ("compare", "runs/a", "runs/b", "--output", "both.html", "--json", "both.json")
     out = listed(home, *words)
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == ["Losses"]
-    assert rows[1] == ["run", "tokens", "time", "loss", *["after", "320", "tokens"],
+    assert out.startswith("Losses, means of the last 10 steps but for validation\n")
+    assert rows[1] == ["run", "tokens", "time", "at", "the", "end", *["after", "320", "tokens"],
                        *["after", "5", "s"], "least", "valid"]  # fmt: skip
     assert ["optimizer.lr", "0.003", "0.5"] in rows and "train.output" not in out
     page = (home / "both.html").read_text()

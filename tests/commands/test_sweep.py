@@ -72,7 +72,8 @@ def test_every_trial_s_folder_is_that_of_a_run_alone_but_for_who_diverges(tmp_pa
         assert own.replace(str(out), str(tmp_path)) == theirs
     losses = [trial["loss"] for trial in found["trials"][:4]]
     assert losses == sorted(losses)
-    rows = done.stdout.splitlines()[1:]
+    title, *rows = done.stdout.splitlines()
+    assert title.split() == ["trial", "loss,", "last", "10", "valid", "steps", "status"]
     assert [row.split()[0] for row in rows] == [trial["name"] for trial in found["trials"]]
 
 
@@ -110,6 +111,7 @@ def test_a_sweep_that_was_told_to_stop_saves_all_and_goes_on_bit_for_bit(tmp_pat
     assert sweep(config, *words, out="whole").returncode == 0
     done = sweep(config, *words, out="cut", fault=stop_after_two_steps)
     assert done.returncode == 130, done.stderr
+    assert "stopped, as it was told to; " in done.stderr and "with --resume" in done.stderr
     first = json.loads((tmp_path / "cut" / "sweep.json").read_text())["trials"]
     assert {t["steps"] for t in first} == {2, 0} and {t["status"] for t in first} == {"waiting"}
     refused = sweep(config, *words, out="cut")

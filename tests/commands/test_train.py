@@ -233,7 +233,11 @@ def test_a_signal_saves_and_ends_with_130(home, tmp_path, spawn, number, to_work
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "error" not in errors
-    assert open_checkpoint(folder).step == metrics(folder)[-1]["step"]
+    last = metrics(folder)[-1]["step"]
+    assert open_checkpoint(folder).step == last
+    said = rf"stopped by {number.name} after step {last:,} of 100,000; the last good checkpoint is "
+    ranks = " --nproc 2" * (nproc > 1)
+    assert said in errors and errors.endswith(f": mtcli train {folder}{ranks} --resume\n")
 
 
 def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path, spawn):

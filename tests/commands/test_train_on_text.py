@@ -144,6 +144,23 @@ def test_a_dry_run_says_how_long_it_takes_and_writes_nothing(home):
     assert run["parameters"] == new["parameters"]
 
 
+def test_other_text_for_the_config_of_a_run_is_read_by_the_run_s_tokenizer(home):
+    assert train(home, "data.train=texts", "data.tokenizer=train:300").returncode == 0
+    config = home / "run" / "config.toml"
+    lines = config.read_text().splitlines()
+    config.write_text("\n".join(line for line in lines if not line.startswith("tokenizer")))
+    shutil.copytree(home / "texts", home / "more")
+    sets = ("--set", "train.output=other", "--set")
+    done = mtcli("train", "run", *sets, "data.train=more", folder=home)
+    assert done.returncode == 0 and "tokenizing more once" in done.stderr, done.stderr
+    tokens = [next((home / f"{name}.tokenized").glob("*.bin")) for name in ("texts", "more")]
+    assert tokens[0].read_bytes() == tokens[1].read_bytes()
+    (home / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    done = mtcli("train", "run", *sets, "data.train=talks.jsonl", folder=home)
+    assert done.returncode == 2 and "talks.jsonl:1: no key" in done.stderr
+    assert "hint: conversations are read with --set data.format=conversations" in done.stderr
+
+
 def test_nothing_is_tokenized_for_a_run_that_cannot_begin(home):
     data = ("data.train=texts", "data.tokenizer=bytes")
     done = train(home, *data, "optimizer.lrr=1")

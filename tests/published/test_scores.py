@@ -269,7 +269,7 @@ def test_half_of_the_runs_judge_whatever_file_they_are_in():
 
 
 def test_runs_are_counted_in_the_range_of_their_kind():
-    kind = "dense models on GPUs with 16 bits alone"
+    kind = "dense models on GPUs without fp8"
     planned = score([read_record(row())])[0].seconds
     low, high, _ = RANGES[kind]
     times = [planned * ratio for ratio in (low * 0.99, low * 1.01, 1.0, high * 0.99, high * 1.01)]

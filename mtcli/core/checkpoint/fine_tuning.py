@@ -3,12 +3,14 @@
 from contextlib import suppress
 from os.path import isfile  # false for names that no file can have, where Path's raises
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from mtcli.core.checkpoint.folder import (
     ADAPTER_CONFIG,
     CONFIG,
     CheckpointFolder,
+    find_checkpoint,
     find_checkpoints,
     model_of,
 )
@@ -21,8 +23,8 @@ from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.runtime.hub import fetch_config, is_hub, pinned
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
-# what the weights know is kept.
-OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
+# what the weights know is kept. The first step has it all, as few may follow.
+OPTIMIZER = {"lr": 2e-5, "warmup_steps": 1, "weight_decay": 0.0}
 
 
 def is_weights(source: str) -> bool:
@@ -118,6 +120,26 @@ def starting_tokenizer(config: RunConfig) -> Path | None:
     """Returns the tokenizer folder of a run's initial weights, if any."""
     start = starting_folder(config)
     return start and start.tokenizer_folder
+
+
+def checkpoint_of_config(config: str | None) -> CheckpointFolder | None:
+    """Finds the checkpoint of the run folder, or of the checkpoint of ours, that a CONFIG names;
+    None where it names none or that has saved none. Only its config is read."""
+    if config is None or not isfile(Path(config) / CONFIG):
+        return None
+    with suppress(MtcliError):
+        return find_checkpoint(Path(config))
+    return None
+
+
+def weights_note(config: str | None, start: str | None) -> str:
+    """Notes that a run takes the config of a folder and not its weights, and begins from `start`
+    (train.init) or with new ones; empty where the folder has none, or is `start`."""
+    if config is None or config == start or not checkpoint_of_config(config):
+        return ""
+    begins = f"begins from {start}" if start else "begins with new weights"
+    note = f"note: CONFIG {config} gives its config, not its weights: the run {begins}; "
+    return f"{note}`--init {quote(config)}` in its place, or beside it, begins from its own"
 
 
 def require_weights(config: RunConfig) -> None:

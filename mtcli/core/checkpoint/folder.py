@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION_JSON, read_json
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.loading import load_config
+from mtcli.core.config.loading import load_config, preset_names
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.nameable import CHECKPOINTS as NAMEABLE
 from mtcli.core.config.nameable import HUB_NAME, download, near_path
@@ -125,6 +125,16 @@ def find_checkpoint(path: Path, fetch: Fetch = fetch_small) -> CheckpointFolder:
     return _find_local(path)
 
 
+def _no_folder(path: Path) -> MtcliError:
+    if path.exists():
+        return wrong(f"{path} is a file, and a checkpoint is a folder", KINDS)
+    if str(path) in preset_names():
+        hint = f"train it, `mtcli train {path} --set data.train=DATA`, and give the run"
+        return wrong(f"{path} is a preset, which has no weights", hint)
+    near = near_path(str(path), is_folder=True) or download(str(path))
+    return wrong(f"there is no folder {path}", KINDS + near)
+
+
 def _find_local(path: Path) -> CheckpointFolder:
     try:
         for name, kind in MARKS.items():
@@ -140,10 +150,7 @@ def _find_local(path: Path) -> CheckpointFolder:
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
     if not path.is_dir():
-        if path.exists():
-            raise wrong(f"{path} is a file, and a checkpoint is a folder", KINDS)
-        near = near_path(str(path), is_folder=True) or download(str(path))
-        raise wrong(f"there is no folder {path}", KINDS + near)
+        raise _no_folder(path)
     hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
     hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json, "
     hint += "torch's DCP a .metadata"

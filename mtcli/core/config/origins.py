@@ -55,11 +55,12 @@ def origins(
 
 
 def own_default(field: str) -> Any:
-    """Returns a field's default, where no other field decides it; None where there is none."""
+    """Returns a field's default, where no other field decides it; None where there is none, or no
+    such field."""
     *parents, name = field.split(".")
     section = section_at(RunConfig, parents)
-    assert section, field
-    return section.model_fields[name].get_default()
+    known_field = section.model_fields.get(name) if section else None
+    return known_field.get_default() if known_field and not known_field.is_required() else None
 
 
 def missing_default(section: type[BaseModel], name: str) -> str:

@@ -199,7 +199,7 @@ class OptimizerConfig(Section):
     lr: Rate = 3e-4
     """peak learning rate"""
     min_lr: Rate = 0.0
-    """learning rate at the end of the decay"""
+    """learning rate of the decay's last step [with train.init: a tenth of lr]"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """decay of the first and second moments"""
     momentum: Fraction = 0.0
@@ -542,7 +542,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
-        for fit in (_fit_head, _fit_conversations, _fit_examples, _fit_sequences):
+        for fit in (_fit_head, _fit_conversations, _fit_examples, _fit_sequences, _fit_start):
             values = fit(values)
         return values
 
@@ -595,6 +595,19 @@ def _fit_sequences(values: Any) -> Any:
     match values:
         case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
             return _with_defaults(values, "batch", seq_len=longest)
+    return values
+
+
+def _fit_start(values: Any) -> Any:
+    """Defaults the end of the decay to a tenth of lr in runs that start from weights: these may
+    have a step or two, and one with a learning rate of 0 teaches nothing."""
+    match values:
+        case {"train": {"init": str()}}:
+            peak = OptimizerConfig.model_fields["lr"].default
+            match values:
+                case {"optimizer": {"lr": int(lr) | float(lr)}}:
+                    peak = lr
+            return _with_defaults(values, "optimizer", min_lr=peak / 10)
     return values
 
 

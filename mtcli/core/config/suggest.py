@@ -58,7 +58,8 @@ def nearest_hint(config: RunConfig, world: int | None, legal: Legal) -> str:
     width = max(map(len, flags), default=0)
     rows = [f"  {flag:{width}}   {_words(near)}" for flag, near in zip(flags, layouts, strict=True)]
     where = f" on {world} rank{'s' * (world > 1)}" if world else ""
-    return "\n".join([f"the nearest legal layouts{where}:", *rows]) if rows else ""
+    lines = [f"the nearest legal layouts{where}:", *rows, "`mtcli plan` says which fit in memory"]
+    return "\n".join(lines) if rows else ""
 
 
 def layout_sizes(config: RunConfig) -> LayoutSizes:

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.schema import CHAT_FILE, TOKENIZED, RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.data.documents import Text, read_documents
@@ -32,6 +32,7 @@ from mtcli.core.runtime.work_folder import MARK, require_work_folder
 
 NO_TEXT = (".bin", ".idx", ".json")
 TEXT = b"mtcli keeps the tokens of the text beside this folder here\n"
+CHATS = "conversations are read with --set data.format=conversations"
 SAMPLE = 256 << 10  # characters that are encoded to estimate how long all take
 
 Say = Callable[[str], None]
@@ -101,7 +102,11 @@ class TextData(NamedTuple):
                 lock.write(TEXT)
                 lock.flush()
             say(f"tokenizing {self.word} once, for this run and later ones")
-            preprocess(self.request, say)
+            try:
+                preprocess(self.request, say)
+            except MtcliError as error:
+                hint = CHATS if CHAT_FILE.search(self.word) else error.hint
+                raise MtcliError(*error.problems, code=error.code, hint=hint) from None
 
 
 def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
@@ -123,7 +128,7 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
             f"`mtcli preprocess {texts[0]} --output DATA --tokenizer train:8192`, then name DATA"
         )
         if any(map(CHAT_FILE.search, texts)):
-            hint += '; conversations are read with data.format = "conversations"'
+            hint += f"; {CHATS}"
         raise wrong(f"{texts[0]} is text, and no tokenizer is known", hint, "data.train")
     if len(texts) > 1 and spec.startswith(TRAIN):
         message = f"tokenizer={spec!r} is trained on one text, and the data names {len(texts)}"

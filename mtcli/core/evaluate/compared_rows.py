@@ -19,6 +19,9 @@ def compared_rows(result: "Report") -> list[list[str]]:
 
 def _compared_row(task: str, report: "Report") -> list[str]:
     low, high = report["interval"]
+    verdict = report["verdict"].upper()
+    if verdict == "TIED":
+        verdict = f"tied: {report['reason']}" if "reason" in report else "tied"
     figures = [report[key] for key in ("p_value", "adjusted_p_value", "minimum_detectable")]
     return [
         task,
@@ -28,7 +31,7 @@ def _compared_row(task: str, report: "Report") -> list[str]:
         f"{report['difference']:+.4f}",
         f"{low:+.4f} to {high:+.4f}",
         *map(show_figure, figures),
-        report["verdict"].upper() if report["verdict"] != "tied" else "tied",
+        verdict,
     ]
 
 

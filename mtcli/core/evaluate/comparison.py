@@ -1,8 +1,8 @@
 """Compares two evaluations item by item: which model is better at each task, and how significantly.
 
-McNemar's exact test for accuracies, a paired z-test for log-likelihoods, Holm's correction over
-tasks. The verdict is "tied" for an adjusted p-value of at least 5 %, or a bootstrap interval, over
-passages where items share them, that contains 0.
+McNemar's exact test for accuracies, a paired z-test for log-likelihoods, which a cloze has besides
+its accuracy, and Holm's correction over tasks. The verdict is "tied" for an adjusted p-value of at
+least 5 %, or a bootstrap interval, over passages where items share them, that contains 0.
 """
 
 import math
@@ -57,9 +57,10 @@ def compare_files(a: str, b: str) -> Report:
     published = {task: first.metrics.get(task, "accuracy") for task in tasks}
     for task, raw in _compared(first, second, dict.fromkeys(tasks, "accuracy")).items():
         report["tasks"][task] = raw
-    other_metrics = {task: metric for task, metric in published.items() if metric != "accuracy"}
-    for task, more in _compared(first, second, other_metrics).items():
-        report["tasks"][task][published[task]] = more
+    more_metrics = {task: metric for task, metric in published.items() if metric != "accuracy"}
+    more_metrics |= {task: "loss" for task in tasks if _is_cloze(first.items[task])}
+    for task, more in _compared(first, second, more_metrics).items():
+        report["tasks"][task][more_metrics[task]] = more
     return report
 
 
@@ -116,15 +117,15 @@ def _problem(record: Any, metrics: Mapping[str, str]) -> str | None:
     for key, (what, fits) in TYPES.items():
         if key in record and not fits(record[key]):
             return f"{key} is {shown(record[key])}, and not {what}"
-    if "correct" not in record:
-        odd = [x for x in record["loglikelihoods"] if not math.isfinite(x)]
-    else:  # a choice may be impossible
-        odd = [x for x in record["loglikelihoods"] if math.isnan(x)]
+    if "correct" in record:
         metric, picks = metrics.get(record["task"], "accuracy"), record.get("picks", {})
         if metric != "accuracy" and metric not in picks:
             return f"it has no pick of {shown(metric)}, the metric of its task"
         if picks and "answer" not in record:
             return "it has picks and no answer"
+    # A choice may be impossible; what was to be predicted is not.
+    is_odd = math.isnan if "answer" in record else lambda x: not math.isfinite(x)
+    odd = [x for x in record["loglikelihoods"] if is_odd(x)]
     return f"a log-likelihood is {odd[0]}: the model is broken" if odd else None
 
 
@@ -142,8 +143,8 @@ def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, 
             if len(kinds) > 1:
                 said = f"{task}: items are right or wrong in one result, and not in the other"
                 raise wrong(said, "evaluate both on one task", FIELD)
-            of_choice = kinds.pop()
-            reports[task] = _accuracies(pairs, metric) if of_choice else _likelihoods(pairs)
+            of_losses = metric == "loss" or not kinds.pop()
+            reports[task] = _likelihoods(pairs) if of_losses else _accuracies(pairs, metric)
             reports[task]["total"] = len(pairs)
             reports[task]["other_prompts"] = sum(x["hash"] != y["hash"] for x, y in pairs)
     adjusted = holm({task: report["p_value"] for task, report in reports.items()})
@@ -153,7 +154,18 @@ def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, 
         b_is_better = (report["difference"] > 0) == (report["metric"] != "loss")
         verdict = ("b" if b_is_better else "a") if is_significant else "tied"
         report |= {"adjusted_p_value": adjusted[task], "verdict": verdict}
+        if report["minimum_detectable"] is None:
+            differs = report["difference"] or report.get("only_a")
+            report["reason"] = "the differences have no spread" if differs else "no item differs"
     return reports
+
+
+def _is_cloze(items: Mapping[tuple[str, int], Record]) -> bool:
+    """Says whether the items are texts to predict, right where each token is the argmax."""
+    return all(
+        "correct" in record and "answer" not in record and len(record["loglikelihoods"]) == 1
+        for record in items.values()
+    )
 
 
 Pairs = Sequence[tuple[Record, Record]]
@@ -183,7 +195,8 @@ def _clusters(pairs: Pairs) -> list[str] | None:
 
 
 def _likelihoods(pairs: Pairs) -> Report:
-    """Compares the mean loss of a token, over pairs of windows."""
+    """Compares the mean loss of a token, over pairs of windows, or that of
+    an item's target."""
     tokens = np.array([pair[0].get("num_tokens", 1) for pair in pairs], np.float64)
     if not tokens.sum():
         raise wrong(f"{len(pairs)} items hold 0 tokens", NEEDED, FIELD)
@@ -194,14 +207,15 @@ def _likelihoods(pairs: Pairs) -> Report:
         raise wrong(
             f"log-likelihoods of {len(pairs)} items are too large to compare", NEEDED, FIELD
         )
-    error = standard_error(differences)
+    clusters = _clusters(pairs)
+    error = standard_error(differences, clusters)
     z = abs(float(differences.mean())) / error if error else 0.0
     return {
         "metric": "loss",
         "a": float(a.mean() * scale),
         "b": float(b.mean() * scale),
         "difference": float(differences.mean()),
-        "interval": bootstrap(differences),
+        "interval": bootstrap(differences, clusters),
         "p_value": 2 * NormalDist().cdf(-z),
-        "minimum_detectable": minimum_detectable(error),
+        "minimum_detectable": minimum_detectable(differences, clusters),
     }

@@ -18,6 +18,7 @@ LEVEL = 1.0 - CONFIDENCE  # below which a p-value says that models differ
 POWER = 0.8  # of the minimum detectable effect
 RESAMPLES = 10_000
 SEED = 1234  # of resampling
+ROUNDING = 1e-12  # of the largest value: a standard error that sums of float64 leave of 0
 CHUNK = 1 << 24  # numbers drawn at once
 Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
@@ -38,7 +39,7 @@ class Comparison(NamedTuple):
     difference: float
     interval: list[float]  # of the difference, by bootstrap
     p_value: float
-    minimum_detectable: float  # the difference found in 4 of 5 such comparisons
+    minimum_detectable: float | None  # found in 4 of 5 such comparisons; None: no spread
 
 
 def accuracy_of(right: Sequence[bool], clusters: Sequence[str] | None = None) -> Accuracy:
@@ -105,8 +106,16 @@ def bootstrap(differences: ArrayLike, clusters: Sequence[str] | None = None) -> 
     return [float(x) for x in np.quantile(np.concatenate(means), tails)]
 
 
-def minimum_detectable(error: float) -> float:
-    """Computes the difference that a two-sided test at 5 % detects with a power of 80 %."""
+def minimum_detectable(
+    differences: ArrayLike, clusters: Sequence[str] | None = None
+) -> float | None:
+    """Computes the difference that a two-sided test at 5 % detects with a power of 80 %; None where
+    the paired differences have no spread to tell it by, as of one item, one cluster or equal
+    answers."""
+    values = np.asarray(differences, np.float64)
+    error = standard_error(values, clusters)
+    if error <= ROUNDING * np.abs(values).max():
+        return None
     return (Z + NormalDist().inv_cdf(POWER)) * error
 
 
@@ -131,5 +140,5 @@ def compare_accuracies(
         float(differences.mean()),
         bootstrap(differences, clusters),
         p_value,
-        minimum_detectable(standard_error(differences, clusters)),
+        minimum_detectable(differences, clusters),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, failed, wrong
+from mtcli.core.config.nameable import near_path
 from mtcli.core.config.untrusted import MAX_LISTED, is_text, parse_json, read_untrusted
 from mtcli.core.runtime.outputs import require_writable
 from mtcli.core.runtime.work_folder import lock_output
@@ -38,7 +39,8 @@ def read_prompts(name: str) -> list[Prompt]:
     try:
         text = read_untrusted(path).decode()
     except OSError as error:
-        raise wrong(f"{name} cannot be read: {error.strerror}", "a file", "--prompts") from None
+        hint = f"a .txt or .jsonl file of prompts{near_path(name)}"
+        raise wrong(f"{name} cannot be read: {error.strerror}", hint, "--prompts") from None
     except UnicodeDecodeError as error:
         raise wrong(f"{name} is not UTF-8: {error}", "save it as UTF-8", "--prompts") from None
     lines = [(number, ln) for number, ln in enumerate(text.split("\n"), 1) if ln.strip()]

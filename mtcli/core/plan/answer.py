@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from pathlib import PurePath
+from shlex import quote
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed, wrong
 from mtcli.core.config.layout_rules import LAYOUT_RULES
@@ -22,9 +24,10 @@ from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.parameters import pattern_problems
-from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals, budget_of
+from mtcli.core.plan.budget import Goal, PhasePlan, RunTotals, budget_of, duration_words
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.interruptions import Assumed, read_assumed
+from mtcli.core.plan.kept_search import kept_search
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import (
     Rehearse,
@@ -33,7 +36,6 @@ from mtcli.core.plan.search import (
     as_estimated,
     fewest,
     round_batch,
-    search,
     with_batch,
 )
 from mtcli.core.plan.sensitivity import CONFIG_NAMES, FIELDS, Neighbour, neighbours
@@ -80,6 +82,7 @@ class PlanAnswer:
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
     budget: RunTotals | None = None
     phases: tuple[PhasePlan, ...] = ()  # that have steps; none of a run without [[phase]]
+    data: tuple[str, ...] = ()  # what tokenizing each text takes that the run would begin with
 
     @property
     def fullest(self) -> Prediction:
@@ -93,6 +96,19 @@ class PlanAnswer:
         work, device = self.prediction.work, self.prediction.device
         waits = ", waits for the host" if self.prediction.waits_for_host else ""
         return f"{work.layout.world} x {device.name}, {work.precision}: {work.layout_words}{waits}"
+
+    @property
+    def length(self) -> str:
+        """The length of the config's run in words, with its saves and the failures to expect; empty
+        where epochs of data decide it."""
+        train, p = self.config.train, self.prediction
+        if train.epochs and "steps" not in train.model_fields_set:
+            return ""
+        totals = RunTotals(tokens_of(self.config), train=train, phases=self.phases)
+        totals = totals._replace(assumed=self.budget.assumed) if self.budget else totals
+        seconds = totals.interrupted(p, p.step_seconds).wall
+        lasts = duration_words(seconds) if seconds < inf else "no end, as failures come too often"
+        return f"{lasts} for {train.steps:,} steps, {totals.tokens:.4g} tokens"
 
     @property
     def drawing(self) -> Timeline:
@@ -112,12 +128,18 @@ class PlanAnswer:
         return min(work.num_micro_batches, DRAWN_MICRO_BATCHES * work.layout.pp)
 
     def save_config(self, target: str) -> None:
-        """Writes the config as TOML for `mtcli train`, atomically.
+        """Writes the config as TOML for `mtcli train`, atomically; its first lines say what was
+        planned.
 
         Raises MtcliError (exit 1) where the file cannot be written.
         """
+        p, name = self.prediction, PurePath(target).name
+        again = f"mtcli plan {quote(name)} --gpus {p.work.layout.world} --device {p.device.name}"
+        lines = [f"planned: {self.title}", f"a step: {p.step_seconds:.4g} s"]
+        lines += [f"the run: {self.length}; train.steps sets it"] * bool(self.length)
+        header = "".join(f"# {line}\n" for line in [*lines, f"again: {again}"])
         with aside(target) as path:
-            path.write_text(dump_toml(self.config), encoding="utf-8")
+            path.write_text(header + dump_toml(self.config), encoding="utf-8")
 
     def require_fit(self) -> None:
         """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""
@@ -369,7 +391,7 @@ def _searched(config: RunConfig, request: PlanRequest, top: int, rehearse: Rehea
 def _search(
     config: RunConfig, request: PlanRequest, top: int, rehearse: Rehearse = as_estimated
 ) -> SearchResult:
-    return search(config, request.world, request.device, top, request.pinned, rehearse)
+    return kept_search(config, request.world, request.device, top, request.pinned, rehearse)
 
 
 def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> list[Neighbour]:

@@ -203,6 +203,14 @@ def _interruption_rows(run: Interruptions, assumed: Assumed) -> list[list[str]]:
     return rows
 
 
+def duration_words(seconds: float) -> str:
+    """Words a time in the largest unit of which it has two."""
+    for unit, size in (("days", DAY), ("hours", HOUR)):
+        if seconds >= 2 * size:
+            return f"{_number(seconds / size)} {unit}"
+    return f"{_number(seconds / MINUTE)} min"
+
+
 def _size(count: float) -> str:
     """Bytes in powers of 1,000, as file systems are sold."""
     power = min(4, max(1, (len(str(int(count))) - 1) // 3))

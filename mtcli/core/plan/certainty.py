@@ -23,22 +23,24 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.804, 1.091, 939),
-    "dense models on GPUs with fp8": Spread(0.796, 1.663, 58),
-    "dense models on GPUs with nvfp4": Spread(0.843, 1.210, 42),
-    "mixtures on GPUs with fp8": Spread(0.748, 1.193, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.605, 1.461, 47),
-    "models in 16 bits on GPUs with nvfp4": Spread(0.681, 1.343, 25),
+    "dense models on GPUs without fp8": Spread(0.804, 1.091, 939),
+    "dense models on GPUs that have fp8, used or not": Spread(0.796, 1.663, 58),
+    "dense models in fp8 or nvfp4 on GPUs that have both": Spread(0.843, 1.210, 42),
+    "mixtures on GPUs that have fp8, used or not": Spread(0.748, 1.193, 51),
+    "mixtures in fp8 or nvfp4 on GPUs that have both": Spread(0.605, 1.461, 47),
+    "models in 16 bits on GPUs that have fp8 and nvfp4": Spread(0.681, 1.343, 25),
 }
 
 
 def kind_of(work: Workload, device: Device) -> str:
     """The kind of a run: a key of RANGES, unless few or no published runs are of that kind."""
-    narrowest = next((name for name in ("nvfp4", "fp8") if name in device.flops), "16 bits alone")
-    if narrowest == "nvfp4" and work.precision in ("bf16", "fp16"):
-        return "models in 16 bits on GPUs with nvfp4"
     model = "mixtures" if work.model.num_experts else "dense models"
-    return f"{model} on GPUs with {narrowest}"
+    if "nvfp4" not in device.flops:
+        generation = "that have fp8, used or not" if "fp8" in device.flops else "without fp8"
+        return f"{model} on GPUs {generation}"
+    if work.precision in ("bf16", "fp16"):
+        return "models in 16 bits on GPUs that have fp8 and nvfp4"
+    return f"{model} in fp8 or nvfp4 on GPUs that have both"
 
 
 def step_range(p: Prediction) -> Spread | None:

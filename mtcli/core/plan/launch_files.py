@@ -7,6 +7,7 @@ it. docs/reference/cluster.md says what to change for a cluster.
 from math import ceil
 from pathlib import PurePath
 from shlex import quote
+from typing import NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.phases import tokens_of
@@ -21,6 +22,15 @@ LEAST_NOTICE = 5 * MINUTE
 PORT = 29500
 
 
+class LaunchPlan(NamedTuple):
+    """The plan of a launch file: its first lines, as comments, and what it starts."""
+
+    title: str
+    prediction: Prediction  # of the phase with the longest steps
+    run: Interruptions
+    config: str  # the config's file
+
+
 def write_launch_files(
     answer: PlanAnswer, config: str, sbatch: str | None, jobset: str | None
 ) -> None:
@@ -32,7 +42,10 @@ def write_launch_files(
     totals = RunTotals(tokens_of(run_config), None, run_config.train, phases=answer.phases)
     run = (answer.budget or totals).interrupted(p, p.step_seconds)
     p = max((p, *(one.prediction for one in answer.phases)), key=lambda p: p.step_seconds)
-    texts = [(sbatch, batch_script(p, run, config)), (jobset, job_set(p, run, config))]
+    title = f"# {p.work.layout_words}, on {p.work.layout.world} x {p.device.name}"
+    title += f"\n# The run: {answer.length}" * bool(answer.length)
+    launch = LaunchPlan(title, p, run, config)
+    texts = [(sbatch, batch_script(launch)), (jobset, job_set(launch))]
     for target, text in texts:
         if target:
             with aside(target) as path:
@@ -57,13 +70,14 @@ def notice(p: Prediction, run: Interruptions) -> int:
     return ceil(max(LEAST_NOTICE, 1.5 * needs) / MINUTE) * int(MINUTE)
 
 
-def batch_script(p: Prediction, run: Interruptions, config: str) -> str:
+def batch_script(plan: LaunchPlan) -> str:
     """A script for sbatch, a task for each GPU."""
+    title, p, run, config = plan
     nodes, gpus = nodes_of(p)
     minutes = ceil(min(DAY, HOUR + 2 * run.wall + notice(p, run)) / MINUTE)
     late = 60 * minutes - notice(p, run) - 60  # Slurm's clock is that of minutes
     return f"""#!/bin/bash
-# {p.work.layout_words}, on {p.work.layout.world} x {p.device.name}
+{title}
 # The name in the queue.
 #SBATCH --job-name=mtcli
 # The ranks of the plan: nodes, a task for each GPU, and the cores of a task.
@@ -97,10 +111,11 @@ exit "$status"
 """
 
 
-def job_set(p: Prediction, run: Interruptions, config: str) -> str:
+def job_set(plan: LaunchPlan) -> str:
     """A JobSet (jobset.x-k8s.io), a pod with a launch agent for each node."""
+    title, p, run, config = plan
     nodes, gpus = nodes_of(p)
-    return f"""# {p.work.layout_words}, on {p.work.layout.world} x {p.device.name}
+    return f"""{title}
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:

@@ -270,9 +270,10 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
 
 
 def _most(states: Iterable[InFlight]) -> list[InFlight]:
-    front: list[InFlight] = []
+    front: dict[tuple[int, ...], InFlight] = {}
+    flat = ((tuple(chain(*state)), state) for state in states)
     # None has a smaller sum than one that it exceeds.
-    for state in sorted(states, key=lambda state: sum(chain(*state)), reverse=True):
-        if not any(all(map(ge, chain(*other), chain(*state))) for other in front):
-            front.append(state)
-    return front
+    for counts, state in sorted(flat, key=lambda pair: sum(pair[0]), reverse=True):
+        if not any(all(map(ge, other, counts)) for other in front):
+            front[counts] = state
+    return list(front.values())

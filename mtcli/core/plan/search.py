@@ -65,7 +65,11 @@ class SearchResult:
     too_large: int
     nearest: Workload | None  # of the layouts that are too large, the one that needs least memory
     works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
-    by_kind: bool = False  # whether the candidates are the best of a kind each
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether the candidates are the best of a kind each."""
+        return len(set(map(kind_of, self.works))) > 1
 
 
 def search(
@@ -85,8 +89,7 @@ def search(
     """
     works = works_of(config, world, device, pinned)
     kinds = [kind_of(work) for work in works]
-    by_kind = len(set(kinds)) > 1
-    if not by_kind:
+    if len(set(kinds)) < 2:
         kinds = [(number,) for number in range(len(works))]
     frontier = _Frontier(config, world, device, works, kinds)
     while True:
@@ -99,9 +102,7 @@ def search(
         for kind in too_large:
             frontier.drop(kind)
     nearest = smallest(frontier.large, device) if frontier.large and not best else None
-    return SearchResult(
-        tuple(best), len(works), len(frontier.large), nearest, tuple(works), by_kind
-    )
+    return SearchResult(tuple(best), len(works), len(frontier.large), nearest, tuple(works))
 
 
 def kind_of(work: Workload) -> Kind:

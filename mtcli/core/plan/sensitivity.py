@@ -51,24 +51,27 @@ def neighbours(predictions: Sequence[Prediction], works: Sequence[Workload]) -> 
     best.
     """
     best, by_work = predictions[0], {prediction.work: prediction for prediction in predictions}
+    same = [(name, read, read(best.work)) for name, read in FIELDS.items()]
+    changes = [
+        ({name for name, read, value in same if read(work) != value}, work) for work in works
+    ]
     return [
         _quickest(field, value, near, by_work, best)
         for field in FIELDS
-        for value, near in _nearest(field, best.work, works)
+        for value, near in _nearest(field, best.work, changes)
     ]
 
 
 def _nearest(
-    field: str, best: Workload, works: Sequence[Workload]
+    field: str, best: Workload, changes: Sequence[tuple[set[str], Workload]]
 ) -> list[tuple[FieldValue, list[Workload]]]:
-    """The values next to the best's, with the layouts that have them and are otherwise equal."""
-    free = (field, *FOLLOWS.get(field, ()))
-    fixed = [read for name, read in FIELDS.items() if name not in free]
-    same = [read(best) for read in fixed]
+    """The values next to the best's, with the layouts that have them and are otherwise equal.
+    `changes` has layouts, and the fields in which they differ from the best."""
+    free = {field, *FOLLOWS.get(field, ())}
     best_value, read = FIELDS[field](best), FIELDS[field]
     near: dict[FieldValue, list[Workload]] = {}
-    for work in works:
-        if read(work) != best_value and [reader(work) for reader in fixed] == same:
+    for changed, work in changes:
+        if field in changed and changed <= free:
             near.setdefault(read(work), []).append(work)
     if isinstance(best_value, str):
         return sorted(near.items(), key=str)

@@ -61,6 +61,7 @@ def as_json(answer: PlanAnswer) -> Json:
             for near in answer.neighbours
         ],
         "fits_from": figures(answer.enough) if answer.enough else None,
+        "data": list(answer.data),
         **({"phases": [one.as_json() for one in answer.phases]} if answer.phases else {}),
     }
 
@@ -193,6 +194,9 @@ def summary_rows(answer: PlanAnswer) -> Rows:
         interval = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
         text = f"{interval}, {share:.1%} more time; no more memory than a step's peak"
         rows.append(["evaluation", text])
+    rows += [["data", text] for text in answer.data]
+    if answer.length:
+        rows.append(["the run", f"{answer.length}; train.steps sets it"])
     return rows + (budget_rows(answer.prediction, answer.budget) if answer.budget else [])
 
 
@@ -236,8 +240,8 @@ def _how_sure(p: Prediction) -> str:
         return ""
     if (spread := step_range(p)) is None:
         return f"not known: there are no published runs of {kind_of(p.work, p.device)}"
-    runs = f"{spread.runs} of {kind_of(p.work, p.device)}"
-    return f"{SHARE:.0%} of published runs lie in {spread.low:.4g} to {spread.high:.4g} s ({runs})"
+    runs = f"{SHARE:.0%} of {spread.runs} published runs of {kind_of(p.work, p.device)}"
+    return f"{spread.low:.4g} to {spread.high:.4g} s, by the errors of {runs}"
 
 
 def _host(p: Prediction) -> str:

@@ -115,7 +115,7 @@ class Workload:
             **{field.name: given[field.name] for field in fields(cls) if field.name in given}
         )
 
-    @property
+    @cached_property
     def sizes(self) -> Precision:
         """Bytes per element of weights, gradients and optimizer state."""
         sizes = PRECISIONS[self.precision]

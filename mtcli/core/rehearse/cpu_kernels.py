@@ -10,27 +10,26 @@ Fake kernels allocate results alone. On a CPU some real ones take more memory wh
 - gloo copies the output of an all-gather and the input of a reduce-scatter, which FSDP2 uses.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mtcli.core.rehearse.live_memory import Mode
 
 aten = torch.ops.aten
 GEMMS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
-GATHER, SCATTER = fsdp.DefaultAllGather.__call__, fsdp.DefaultReduceScatter.__call__
 
 
-class CpuKernels(TorchDispatchMode):
+class CpuKernels(Mode):
     """Has each operation allocate a CPU kernel's temporaries, for a mode below that counts them."""
 
     def __init__(self, threads: int, onednn: Collection[torch.dtype]) -> None:
         """`threads` of a rank multiply; oneDNN does so for the dtypes `onednn`."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self.threads, self.onednn = threads, onednn
 
     def __torch_dispatch__(
@@ -97,17 +96,14 @@ def _has_no_gaps(x: Tensor) -> bool:
     return x.is_contiguous() or x.mT.is_contiguous()
 
 
-def gathered(collective: Any, out: Tensor, *inputs: Any, **given: Any) -> Any:
-    """Replaces FSDP2's all-gather, by one with the copy that gloo makes of its output."""
-    copy = torch.empty_like(out)
-    work = GATHER(collective, out, *inputs, **given)
-    del copy
-    return work
+def copying(collective: Callable[..., Any], copied: int) -> Callable[..., Any]:
+    """Wraps a collective of FSDP2 to allocate the copy that gloo makes of its tensor `copied`, the
+    output (0) or the input (1)."""
 
+    def call(fsdp: Any, *tensors: Any, **given: Any) -> Any:
+        copy = torch.empty_like(tensors[copied])
+        work = collective(fsdp, *tensors, **given)
+        del copy
+        return work
 
-def scattered(collective: Any, out: Tensor, x: Tensor, *inputs: Any, **given: Any) -> Any:
-    """Replaces FSDP2's reduce-scatter, by one with the copy that gloo makes of its input."""
-    copy = torch.empty_like(x)
-    work = SCATTER(collective, out, x, *inputs, **given)
-    del copy
-    return work
+    return call

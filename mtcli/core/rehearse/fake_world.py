@@ -3,6 +3,9 @@
 Inside, the process is any rank of any world. Tensors have shapes and no memory, and collectives
 return at once. Numbers that a step reads from its tensors are chosen: losses and norms are 1, and
 routed tokens spread evenly over the experts.
+
+A GPU's tensors are on `meta`, whose operators take a third of the time of torch's FakeTensor; and a
+CPU's are of FakeTensor, as `meta` takes a GPU's paths.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +27,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.model import build
 from mtcli.core.parallel.collectives import Pending
-from mtcli.core.rehearse.cpu_kernels import CpuKernels, gathered, scattered
-from mtcli.core.rehearse.live_memory import LiveMemory
+from mtcli.core.rehearse.cpu_kernels import CpuKernels, copying
+from mtcli.core.rehearse.live_memory import LiveMemory, Mode
 from mtcli.core.runtime.launch import Runtime, cores
 from mtcli.core.training.step import Trainer
 from mtcli.kernels import (
@@ -36,6 +39,7 @@ from mtcli.kernels.gemm import set_bfloat16_in_float32
 from mtcli.kernels.limits import IS_INTEL
 from mtcli.kernels.triton_launch import fake_gpu
 
+META = torch.device("meta")
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
 RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
 ROW_SLICES = limits.row_slices
@@ -59,7 +63,7 @@ def fake_trainer(
     config: RunConfig, world: int, rank: int, on_cpu: bool, widens: bool
 ) -> Iterator[tuple[Trainer, LiveMemory]]:
     """Builds the trainer of a rank, and counts live bytes while it is used."""
-    where = torch.device("cpu" if on_cpu else "meta")  # which takes a GPU's paths
+    where = torch.device("cpu") if on_cpu else META  # which takes a GPU's paths
     sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
     live, gemms = LiveMemory(where.type), in_float32(widens)
     kernels = _cpu_kernels(config, world) if on_cpu else nullcontext()
@@ -104,13 +108,14 @@ def fake_world(
         dist.init_process_group(backend, rank=rank, world_size=world, store=FakeStore())
     try:
         with ExitStack() as stack:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            if not on_gpu:
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
             stack.enter_context(patch.object(limits, "row_slices", _some_slices))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
             stack.enter_context(fake_gpu() if on_gpu else nullcontext())
-            for mode in (Answers(model), watching):
+            for mode in (Answers(model, on_gpu), watching):
                 stack.enter_context(mode)
             yield
     finally:
@@ -142,9 +147,10 @@ def fake_shards(where: torch.device) -> Iterator[None]:
         (nn.Module, "to_empty", lambda module, device: module),
     ]
     if where.type == "cpu":
+        gather, scatter = _fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter
         replaced += [
-            (_fsdp_collectives.DefaultAllGather, "__call__", gathered),
-            (_fsdp_collectives.DefaultReduceScatter, "__call__", scattered),
+            (gather, "__call__", copying(gather.__call__, 0)),
+            (scatter, "__call__", copying(scatter.__call__, 1)),
         ]
     with ExitStack() as stack:
         for owner, name, instead in replaced:
@@ -167,7 +173,7 @@ class FakeChunks:
         return self.tensor.narrow(self.dim, rank * self.length, min(self.length, left))
 
 
-class Answers(TorchDispatchMode):
+class Answers(Mode):
     """Answers with a number when a step reads one from a fake tensor.
 
     Integers that follow from constants, from balanced counts of routed tokens and from the batch
@@ -175,9 +181,9 @@ class Answers(TorchDispatchMode):
     fake ones. Any other number is 1.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self.model = model
+    def __init__(self, model: ModelConfig, on_gpu: bool) -> None:
+        super().__init__()
+        self.model, self.on_gpu = model, on_gpu
         self.known = WeakIdKeyDictionary()  # of a fake tensor: its values
 
     def __torch_dispatch__(
@@ -189,8 +195,11 @@ class Answers(TorchDispatchMode):
     ) -> Any:
         """Runs an operation; its result has values where those of its inputs are known."""
         given = dict(kwargs or {})
-        if func is aten._local_scalar_dense.default:
-            return self._number(args[0])
+        taken = _tensors(args, given)
+        if self.on_gpu and _stays_on_host(taken, given):
+            return func(*args, **given)
+        if func is aten._local_scalar_dense.default or _reaches_host(func, args, given):
+            return self._read(args[0], given)
         if func is aten.bincount.default:
             bins = given["minlength"] if "minlength" in given else args[-1]
             counts = self._balanced(args[0].numel(), bins - 1, bins)
@@ -202,21 +211,20 @@ class Answers(TorchDispatchMode):
             self._gather(args[0], args[1])
         if func is aten.baddbmm.dtype_out:  # torch's fake kernel takes the dtype for beta
             return given["out"]
-        value = self._compute(func, args, given)
+        value = self._compute(func, args, given, taken)
         if func in DYNAMIC and value is not None:
             like = next(x for x in args if isinstance(x, Tensor))
             return tree_map(lambda x: self._learn(like.new_empty(x.shape, dtype=x.dtype), x), value)
         fake = func(*args, **given)
-        if value is not None:
-            for leaf, values in zip(tree_leaves(fake), tree_leaves(value), strict=True):
-                if isinstance(leaf, Tensor) and isinstance(values, Tensor):
-                    self.known[leaf] = values
-        return fake
+        return fake if value is None else self._learn_all(fake, value)
 
-    def _number(self, x: Tensor) -> Any:
+    def _read(self, x: Tensor, given: Mapping[str, Any]) -> Any:
+        """A fake tensor's values, or ones: a copy on the host where a device is given, or a
+        number."""
         values = self._values(x)
         with _disable_current_modes():
-            return (torch.ones((), dtype=x.dtype) if values is None else values).item()
+            values = torch.ones(x.shape, dtype=x.dtype) if values is None else values
+            return values.to(given["dtype"], copy=True) if "device" in given else values.item()
 
     def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
         """Copies of tokens by expert under balanced routing; a last bin has the dropped ones."""
@@ -226,9 +234,11 @@ class Answers(TorchDispatchMode):
         with _disable_current_modes():
             return torch.tensor([expert_copies] * experts + dropped)
 
-    def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
-        """The operation's result on values; None where one of them is not known."""
-        taken = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
+    def _compute(
+        self, func: Any, args: Sequence[Any], given: dict[str, Any], taken: Sequence[Tensor]
+    ) -> Any:
+        """The operation's result on the values of the tensors that it takes; None where one of them
+        is not known."""
         if not taken and (func not in FACTORIES or _makes_reals(func, given)):
             return None
         if any(self._values(x) is None for x in taken):
@@ -250,11 +260,17 @@ class Answers(TorchDispatchMode):
     def _values(self, x: Tensor) -> Tensor | None:
         if x.numel() > LARGEST_KNOWN:
             return None
-        return self.known.get(x) if isinstance(x, FakeTensor) else x
+        return self.known.get(x) if x.is_meta or isinstance(x, FakeTensor) else x
 
     def _learn(self, fake: Tensor, values: Tensor) -> Tensor:
         self.known[fake] = values
         return fake
+
+    def _learn_all(self, fakes: Any, value: Any) -> Any:
+        for fake, values in zip(tree_leaves(fakes), tree_leaves(value), strict=True):
+            if isinstance(fake, Tensor) and isinstance(values, Tensor):
+                self.known[fake] = values
+        return fakes
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         """Gathers this rank's values as every rank's."""
@@ -274,6 +290,21 @@ def _makes_reals(func: Any, given: Mapping[str, Any]) -> bool:
     """Whether a factory says that it makes real numbers: memory for them would be real too."""
     dtype = given.get("dtype")
     return func is aten.zeros.default if dtype is None else dtype.is_floating_point
+
+
+def _tensors(*arguments: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+
+
+def _stays_on_host(taken: Sequence[Tensor], given: Mapping[str, Any]) -> bool:
+    """Whether an operation takes tensors of the host alone, and leaves its result there."""
+    return not any(x.is_meta for x in taken) and given.get("device") != META
+
+
+def _reaches_host(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operation copies a tensor from `meta` to the host."""
+    to_host = func is aten._to_copy.default and given.get("device") == torch.device("cpu")
+    return to_host and args[0].is_meta
 
 
 def _is_real(x: Any) -> bool:

@@ -13,11 +13,23 @@ from torch.utils._pytree import tree_leaves
 resize_storage = torch.UntypedStorage.resize_
 
 
-class LiveMemory(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """The base of modes that torch.compile never sees: to hide them, torch would import it, which
+    takes half a second."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class LiveMemory(Mode):
     """Counts the live bytes of a device type, and the peak; `where` names the moment of a peak."""
 
     def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self.device, self.where = device, where
         self.sizes: dict[int, int] = {}  # of each storage
         self.references: dict[int, ref[torch.UntypedStorage]] = {}

@@ -11,23 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import xxhash
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.untrusted import parse_json, read_untrusted
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import each_stage
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.workload import BlockCounts, Workload
-from mtcli.core.runtime.atomic_writes import atomic_file
+from mtcli.core.runtime.kept_answers import answer_key, keep_answer, kept_answer
 from mtcli.core.runtime.launch import cores
-from mtcli.core.runtime.private_folder import adds_to_caches, user_cache
 
 Process = subprocess.Popen[str]
 SERVE = "from mtcli.core.rehearse.stages import serve; serve()"
@@ -57,17 +51,19 @@ class Rehearsal(NamedTuple):
         """A hash of all that the bytes depend on, the code included."""
         c = self.config
         sections = (c.model, c.parallel, c.batch, c.lora, c.sync, c.optimizer)
-        facts: list[Any] = [section.model_dump(mode="json") for section in sections]
+        facts = [section.model_dump(mode="json") for section in sections]
         train = c.train.model_dump(mode="json", exclude={"output"})
-        facts += [train, c.data.document_mask, *self[1:], _code()]
-        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+        return answer_key([*facts, train, c.data.document_mask, *self[1:]])
 
 
 def rehearsed(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]:
-    """The predictions of configs, with the bytes of their real stages.
+    """The predictions of configs, with the bytes of their real stages. Without any, starts the
+    processes, which import torch meanwhile.
 
     Raises MtcliError (exit 1) where a stage does not run.
     """
+    if not plans:
+        _pool(cores())
     ranks = [representatives(p.work) for _, p in plans]
     requests = [
         Rehearsal.of(config, p.work.layout.world, p.device, rank)
@@ -113,23 +109,14 @@ def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:
     missing = [key for key in by_key if key not in found]
     for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):
         found[key] = _rank_bytes(answer)
-        if not adds_to_caches():
-            continue
-        with suppress(OSError):  # a cache that cannot be written is done without
-            _file(key).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(_file(key)) as path:
-                path.write_text(json.dumps(answer))
+        keep_answer("rehearsals", key, answer)
     return found
 
 
 def _cached(key: str) -> RankBytes | None:
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return _rank_bytes(parse_json(read_untrusted(_file(key))))
+    with suppress(ValueError, TypeError, KeyError):
+        return _rank_bytes(kept_answer("rehearsals", key))
     return None
-
-
-def _file(key: str) -> Path:
-    return user_cache() / "rehearsals" / f"{key}.json"
 
 
 def _rank_bytes(answer: Mapping[str, Any]) -> RankBytes:
@@ -139,7 +126,7 @@ def _rank_bytes(answer: Mapping[str, Any]) -> RankBytes:
 
 def _run(rehearsals: Sequence[Rehearsal]) -> list[dict[str, Any]]:
     """Sends rehearsals to the processes in turn, and reads their answers."""
-    pool = [_process(number) for number in range(min(cores(), len(rehearsals)))]
+    pool = _pool(min(cores(), len(rehearsals)))
     for number, rehearsal in enumerate(rehearsals):
         process = pool[number % len(pool)]
         assert process.stdin, "a pipe"
@@ -160,6 +147,10 @@ def _answer(process: Process) -> dict[str, Any]:
     raise failed(message, "report it, with the config")
 
 
+def _pool(size: int) -> list[Process]:
+    return [_process(number) for number in range(size)]
+
+
 @cache
 def _process(number: int) -> Process:
     """A process that rehearses until this one ends; there is one for each core at most."""
@@ -171,11 +162,3 @@ def _process(number: int) -> Process:
     )  # fmt: skip
     atexit.register(process.kill)
     return process
-
-
-@cache
-def _code() -> str:
-    """The versions of the code that allocates: torch's, and when our files were changed."""
-    files = sorted(Path(__file__).parents[2].rglob("*.py"))
-    changed = [(file.name, file.stat().st_mtime_ns) for file in files]
-    return f"{version('torch')} {xxhash.xxh3_128_hexdigest(repr(changed).encode())}"

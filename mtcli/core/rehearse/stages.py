@@ -2,7 +2,7 @@
 
 One micro-batch goes forward and back through the rank's real trainer. Live bytes are noted at the
 end of every block, and only a few blocks run: the trace of the middle one is repeated for as many
-as the stage has. Of chunks of one kind, one runs.
+as the stage has. Of chunks of one kind one runs, in a pipeline of at most three ranks.
 """
 
 import json
@@ -20,6 +20,7 @@ from mtcli.core.model.build import activation_format
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.plan.activations import gathered_bytes
+from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.search import with_batch
 from mtcli.core.plan.workload import Workload
@@ -28,9 +29,11 @@ from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.rehearse.request import Rehearsal, StageKind, kind_of
 from mtcli.core.schedule.ops import Op, OpKind, Schedule
 from mtcli.core.training.loader import synthetic_loader
+from mtcli.kernels.multi_tensor import CHUNK
 
 # Blocks of a stage that run; with zero = 3 a block gathers the weights of the next one.
 BLOCKS, SHARDED_BLOCKS = 3, 4
+CHUNK_ROW = 16  # bytes of a row of kernels.multi_tensor's chunks, which stay from step to step
 
 
 class Mark(NamedTuple):
@@ -77,26 +80,35 @@ class Trace:
 
 def rehearse(rehearsal: Rehearsal) -> RankBytes:
     """Runs a step of a pipeline rank; returns its bytes besides the state."""
-    planned, world, pp_rank, on_cpu, widens = rehearsal
-    work = Workload.of(planned, world)
-    casts = _casts_gradients(work, on_cpu)
+    work, pp_rank = Workload.of(rehearsal.config, rehearsal.world), rehearsal.pp_rank
+    casts = _casts_gradients(work, rehearsal.on_cpu)
     passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 or casts else 1
-    rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
-    config = _short(planned, work, chosen, passes)
-    with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
-        schedule = _schedule(work, pp_rank, chosen, passes)
+    config, world, at, *device = _short(rehearsal, work, passes)
+    short = Workload.of(config, world)
+    numbers = _chosen(work, pp_rank) if work.freeze else list(short.layout.stages(at))
+    with fake_trainer(config, world, short.layout.attention.rank(pp=at), *device) as step:
+        trainer, live = step
+        schedule = _schedule(short, at, numbers, passes)
         form = activation_format(config)
         trainer.pipeline = Pipeline(trainer.stages, schedule, trainer.groups, form)
         trace = Trace(live, trainer.state_bytes())
         trainer.pipeline.around = trace.around
-        for number in chosen:
+        for number in numbers:
             trace.watch(number, trainer.stages[number])
         with closing(synthetic_loader(config, trainer.groups)) as loader:
             trainer.train_step(loader)
         trainer.strategy.settle()  # as the next forward does, ahead of any peak
         trace.mark("update", -1)
-    more = gathered_bytes(work, pp_rank) - gathered_bytes(Workload.of(config, world), pp_rank)
-    return _rank_bytes(work, trace.marks, pp_rank, more, casts)
+    more = gathered_bytes(work, pp_rank) - gathered_bytes(short, at)
+    found = _rank_bytes(work, trace.marks, pp_rank, numbers, more, casts)
+    chunks = (_updated(work, pp_rank) - _updated(short, at)) / CHUNK
+    return found._replace(standing=found.standing + chunks * CHUNK_ROW * (not rehearsal.on_cpu))
+
+
+def _updated(work: Workload, pp_rank: int) -> int:
+    """Elements that a rank's optimizer updates."""
+    elements = rank_elements(work, pp_rank)
+    return elements.shard if work.zero else elements.total
 
 
 def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
@@ -105,30 +117,28 @@ def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
     return on_cpu and adds and work.sizes.gradient > work.sizes.weight
 
 
-def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
-    """The config with `passes` micro-batches, and a few blocks of the stages that run."""
-    batch_size = passes * work.micro_batch_size * work.layout.batch_shards
+def _short(rehearsal: Rehearsal, work: Workload, passes: int) -> Rehearsal:
+    """Shortens a run to `passes` micro-batches and a few blocks, in a pipeline of a first, a last
+    and one more rank; the rehearsed one has a stage of each kind."""
+    config, layout, pp_rank = rehearsal.config, work.layout, rehearsal.pp_rank
+    config = with_batch(config, passes * work.micro_batch_size * layout.batch_shards)
     if work.freeze:  # no block stands for others
-        return with_batch(config, batch_size)
-    most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
-    kept_counts = []
-    for stage in range(work.layout.num_stages):
+        return rehearsal._replace(config=config)
+    counts, most = [], SHARDED_BLOCKS if work.zero == 3 else BLOCKS
+    for stage in _chosen(work, pp_rank):
         dense, mixed, _ = work.block_counts([stage])
-        if stage not in chosen:
-            kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
-        elif mixed:  # the middle block, which is repeated, has experts
-            kept_counts.append((dense, min(mixed, most + dense)))
-        else:
-            kept_counts.append((min(dense, most), 0))
-    layers = tuple(map(sum, kept_counts))
-    sizes = {
-        "num_layers": sum(layers),
-        "first_dense_layers": sum(dense for dense, _ in kept_counts),
-    }
+        # The middle block, which is repeated, has experts.
+        counts.append((dense, min(mixed, most + dense)) if mixed else (min(dense, most), 0))
+    pp, vpp = min(layout.pp, 3), len(counts)
+    at = pp - 1 if pp_rank == layout.pp - 1 else min(pp_rank, 1)
+    layers = [0] * (pp * vpp)
+    layers[at::pp] = map(sum, counts)
+    sizes = {"num_layers": sum(layers), "first_dense_layers": sum(dense for dense, _ in counts)}
+    axes = {"pp": pp, "vpp": vpp, "stage_layers": tuple(layers)}
     model = config.model.model_copy(update=sizes)
-    parallel = config.parallel.model_copy(update={"stage_layers": layers})
-    short = config.model_copy(update={"model": model, "parallel": parallel})
-    return with_batch(short, batch_size)
+    parallel = config.parallel.model_copy(update=axes)
+    config = config.model_copy(update={"model": model, "parallel": parallel})
+    return rehearsal._replace(config=config, world=layout.world // layout.pp * pp, pp_rank=at)
 
 
 def serve() -> None:
@@ -181,13 +191,19 @@ Parts = Sequence[TracePart]
 
 
 def _rank_bytes(
-    work: Workload, marks: Sequence[Mark], pp_rank: int, more: float, casts: bool
+    work: Workload,
+    marks: Sequence[Mark],
+    pp_rank: int,
+    numbers: Sequence[int],
+    more: float,
+    casts: bool,
 ) -> RankBytes:
-    """Computes a rank's bytes from its trace; the update gathers `more` than the short model's."""
+    """Computes a rank's bytes from the trace of the stages `numbers`; the update gathers `more`
+    than the short model's."""
     ops, runs = _ops(marks), {}
-    for stage in _chosen(work, pp_rank):
+    for stage, number in zip(_chosen(work, pp_rank), numbers, strict=True):
         layers = work.layers_of_stage[stage]
-        forwards, backwards = ops["F", stage], ops["IB"[not work.splits_backward], stage]
+        forwards, backwards = ops["F", number], ops["IB"[not work.splits_backward], number]
         saved, forward_peak = _sums(_longer(forwards[-1], layers))
         if work.zero == 3:  # the first forward gathers the ends, which the next one finds
             forward_peak = _sums(_longer(forwards[0], layers))[1]
@@ -196,7 +212,7 @@ def _rank_bytes(
             peak = max(_sums(_longer(backwards[0], layers))[1], peak - saved)
         waiting = sent = weight_peak = 0
         if work.splits_backward:
-            of_weights, weight_peak = _sums(ops["W", stage][-1])
+            of_weights, weight_peak = _sums(ops["W", number][-1])
             sent = _sums(forwards[-1])[0] + _sums(backwards[-1])[0] + of_weights
             waiting = saved + change - sent
         runs[kind_of(work, pp_rank, stage)] = StageBytes(

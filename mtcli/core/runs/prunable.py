@@ -26,10 +26,11 @@ from mtcli.core.training.run_folder import METRICS, SUBSETS, require_own_folders
 from mtcli.core.training.run_lock import lock_folder, lock_holder
 
 Kind = Literal["checkpoint", "leftover", "cache"]
-CACHES = ("eval", "inputs", "rehearsals", "tokenizers")  # of mtcli's folder in the user's cache
+# Of mtcli's folder in the user's cache.
+CACHES = ("eval", "inputs", "rehearsals", "searches", "tokenizers")
 UNUSED_SECONDS = 7 * 86_400.0  # after which a cache's entry counts as unused
-# A file of a run folder that a killed process has not renamed to its name.
 TOKENS = re.compile(r"([0-9a-f]{16})\.(bin|idx|json|tokenizer)")  # of a text, by its key
+# A file of a run folder that a killed process has not renamed to its name.
 UNRENAMED = re.compile(r"\.(config|run|metrics|events|trackers)\.[0-9a-f]{16}\.(toml|jsonl?)")
 
 

@@ -73,7 +73,7 @@ def compare_runs(curves: Sequence[LossCurves], runs: Sequence[RunSummary]) -> Ru
         )
         for run in curves
     ]
-    fields = {field: [run.fields.get(field) for run in runs] for field in varied_fields(runs)}
+    fields = {field: [run.value(field) for run in runs] for field in varied_fields(runs)}
     return RunComparison(tokens, seconds, figures, fields, _evaluations([c.folder for c in curves]))
 
 

@@ -1,5 +1,6 @@
 """Sums up runs for a table, from the ends of their files. Imports no torch."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.folder import CONFIG
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.config.origins import entries
+from mtcli.core.config.origins import entries, own_default
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_json, parse_toml, read_untrusted
 from mtcli.core.runs.condition import Progress, State, changed_at, condition_of
 from mtcli.core.runs.disk_size import size_of
@@ -32,6 +33,7 @@ class RunSummary(NamedTuple):
     step: int
     steps: int | None
     loss: float | None  # mean of the last AVERAGED steps
+    last_loss: float | None
     valid_loss: float | None
     tokens: float | None
     seconds: float | None  # of its steps
@@ -40,6 +42,11 @@ class RunSummary(NamedTuple):
     host: str
     changed_at: float  # Unix seconds
     fields: Mapping[str, Any]  # of its config, by name
+
+    def value(self, field: str) -> Any:
+        """Returns the value of a config's field; its default where the config is of a version
+        before the field, and None where there is no config."""
+        return self.fields.get(field, own_default(field)) if self.fields else None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures by name, without the config."""
@@ -60,13 +67,14 @@ def summaries(folders: Iterable[Path], now: float | None = None) -> list[RunSumm
 
 def varied_fields(runs: Sequence[RunSummary]) -> list[str]:
     """Lists the fields in which the configs of runs differ, in the config's order."""
-    known_configs = [run.fields for run in runs if run.fields]
-    fields = dict.fromkeys(field for config in known_configs for field in config)
-    return [
-        field
-        for field in fields
-        if field not in OF_PLACES and len({repr(c.get(field)) for c in known_configs}) > 1
-    ]
+    known_runs = [run for run in runs if run.fields]
+    fields = dict.fromkeys(field for run in known_runs for field in run.fields)
+
+    def is_varied(field: str) -> bool:
+        # As JSON a tuple of defaults is the list of a file.
+        return len({json.dumps(run.value(field), default=str) for run in known_runs}) > 1
+
+    return [field for field in fields if field not in OF_PLACES and is_varied(field)]
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
@@ -93,6 +101,7 @@ def _summary(folder: Path, now: float, trial: Mapping[str, Any]) -> RunSummary:
         progress.step,
         progress.steps,
         fsum(losses) / len(losses) if losses else None,
+        number(row, "loss"),
         number(last_with(folder / METRICS, "valid_loss"), "valid_loss"),
         number(row, "total_tokens"),
         number(row, "total_seconds"),

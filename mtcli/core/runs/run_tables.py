@@ -14,9 +14,10 @@ from mtcli.core.runs.run_comparison import RunComparison
 from mtcli.core.runs.run_pictures import RunTable, names_of
 from mtcli.core.runs.run_summary import RunSummary
 from mtcli.core.runs.sparkline import sparkline
+from mtcli.core.sweep.record import AVERAGED, MEAN_LOSS
 from mtcli.core.sweep.trials import short_names
 
-LISTED = ("run", "state", "step", "loss", "valid", "tokens", "time", "size", "host", "differs")
+LISTED = ("run", "state", "step", MEAN_LOSS, "valid", "tokens", "time", "size", "host", "differs")
 LINE_WIDTH = 40  # characters of a curve
 SHOWN_LETTERS = 40  # of the differing fields of a run
 
@@ -60,7 +61,8 @@ def _listed(run: RunSummary, varied: Sequence[str]) -> list[str]:
 def _differing(run: RunSummary, varied: Sequence[str]) -> str:
     """Words a run's values of the first fields in which runs differ, and counts the others."""
     names = short_names(varied)
-    words = [f"{names[name]}={shown(run.fields[name])}" for name in varied if name in run.fields]
+    values = {name: run.value(name) for name in varied}
+    words = [f"{names[name]}={shown(value)}" for name, value in values.items() if value is not None]
     lengths = accumulate(len(word) + 1 for word in words)
     count = max(1, sum(length <= SHOWN_LETTERS + 1 for length in lengths))
     more = f" and {len(words) - count} more" if len(words) > count else ""
@@ -88,8 +90,9 @@ def compared_tables(curves: Sequence[LossCurves], comparison: RunComparison) -> 
         + [_number(x, ".4f") for x in (f.loss, f.loss_at_tokens, f.loss_at_seconds, f.valid_loss)]
         for name, f in zip(names, comparison.figures, strict=True)
     ]
-    columns = ["run", "tokens", "time", "loss", *after, "least valid"]
-    tables: list[RunTable] = [("Losses", columns, figures)]
+    columns = ["run", "tokens", "time", "at the end", *after, "least valid"]
+    title = f"Losses, means of the last {AVERAGED} steps but for validation"
+    tables: list[RunTable] = [(title, columns, figures)]
     fields = [
         [field, *("-" if value is None else shown(value) for value in values)]
         for field, values in comparison.fields.items()

@@ -66,6 +66,12 @@ def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
     return ranks[0] if ranks else 0
 
 
+def speaks_first() -> bool:
+    """Says whether this process is the one that speaks for a command before its ranks start: that
+    which starts them, or the first one of another launcher's."""
+    return not environment_rank() and LAUNCHED not in os.environ
+
+
 def launch(
     nproc: int, arguments: list[str], max_restarts: int = 0, goes_on: GoesOn = again
 ) -> None:
@@ -140,6 +146,11 @@ class StopSignal:
         for number in STOPS:
             if not _is_ignored(number):
                 signal.signal(number, self._receive)
+
+    @property
+    def name(self) -> str:
+        """The name of the signal that came, here or to another rank."""
+        return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
     def _receive(self, number: int, frame: object) -> None:
         if not self.received:

@@ -1,13 +1,13 @@
 """The picture of a sweep: every trial's curve, and the loss against each field that was varied."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtcli.core.profile.render.drawing import INK, LIGHT, Chart, save
-from mtcli.core.sweep.record import TrialRecord
+from mtcli.core.sweep.record import AVERAGED, TrialRecord
 from mtcli.core.sweep.settings import SEED, settings_of
 
 if TYPE_CHECKING:
@@ -121,13 +121,20 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
         axes.plot(diverged, [top] * len(diverged), "x", color="#d62728", label="diverged")
     if ended or diverged:
         axes.legend()
-    if numeric and order and _spans_decades(order):
-        axes.set_xscale("log")
-    if not numeric or len(order) <= MOST_TICKS:
-        axes.set_xticks([places[v] for v in order], [_words(v) for v in order])
-        axes.set_xticks([], minor=True)
-    named = "validation loss" if any(r.valid_loss is not None for r in shown) else "final loss"
+    _mark_values(axes, places, numeric)
+    named = "validation loss"
+    if all(r.valid_loss is None for r in shown):
+        named = f"mean loss of the last {AVERAGED} steps"
     axes.set(xlabel=field, ylabel=named)
+
+
+def _mark_values(axes: "Axes", places: Mapping[Any, Any], numeric: bool) -> None:
+    """Scales the axis of a field whose values are at `places`, and names each of a few."""
+    if numeric and places and _spans_decades(list(places)):
+        axes.set_xscale("log")
+    if not numeric or len(places) <= MOST_TICKS:
+        axes.set_xticks(list(places.values()), [_words(value) for value in places])
+        axes.set_xticks([], minor=True)
 
 
 def _colors(ranked: Sequence[TrialRecord]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mtcli.core.training.run_folder import METRICS, holds_run, step_records
 
 NAME = "sweep.json"
 AVERAGED = 10  # last steps over which the loss that sorts trials is a mean
+MEAN_LOSS = f"loss, last {AVERAGED}"  # the column of such losses in tables
 
 Status = Literal["waiting", "running", "finished", "stopped", "diverged"]
 

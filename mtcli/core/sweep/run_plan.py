@@ -93,7 +93,9 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
 
     def space_of() -> SweepSpace:
         source = source_of(request.config, request.init, request.base)
-        flags, _ = with_texts(source, request.overrides, world, write_line)
+        flags, _ = with_texts(
+            source, request.overrides, world, write_line, config_name=request.config
+        )
         return SweepSpace(
             source, with_vocabulary(source, flags, starting_tokenizer), request.output
         )

@@ -184,7 +184,10 @@ def _train(
         if early := seat.validation.has_ended:
             log.stopped_early(trainer.step, str(seat.validation))
     log.end()
-    return early or trainer.step >= config.train.steps
+    is_done = early or trainer.step >= config.train.steps
+    if not is_done:
+        log.stopped(trainer.step, stop.name, runtime)
+    return is_done
 
 
 class Seat(NamedTuple):

@@ -9,7 +9,12 @@ from os.path import exists, isfile  # false for names that no file can have, whe
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.fine_tuning import is_weights, source_of, starting_tokenizer
+from mtcli.core.checkpoint.fine_tuning import (
+    checkpoint_of_config,
+    is_weights,
+    source_of,
+    starting_tokenizer,
+)
 from mtcli.core.checkpoint.folder import CONFIG
 from mtcli.core.config.annotated import annotated
 from mtcli.core.config.errors import MtcliError, collect_errors
@@ -64,9 +69,11 @@ def with_texts(
     world: int,
     say: Say,
     *checks: Callable[[], object],
+    config_name: str | None = None,
 ) -> Tokenized:
     """Tokenizes the text that a config's data names, once the config and further `checks` are
-    right; not where nothing may be added to caches, as in a dry run.
+    right; not where nothing may be added to caches, as in a dry run. The tokenizer is that of
+    data.tokenizer, of the initial weights, or of the checkpoint in the folder `config_name`.
 
     Raises MtcliError with all problems of the config, or of its text.
     """
@@ -78,8 +85,9 @@ def with_texts(
     if config is None or config.data.format != "tokens" or not any(map(is_text, words)):
         return Tokenized(overrides, [])
     run = config
+    saved = checkpoint_of_config(config_name)
     texts, *_ = collect_errors(
-        lambda: texts_of(run, extended_tokenizer(run)),
+        lambda: texts_of(run, extended_tokenizer(run) or (saved and saved.tokenizer_folder)),
         lambda: load_checked(source, overrides, world),
         *checks,
     )

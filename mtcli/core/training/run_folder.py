@@ -34,11 +34,11 @@ def newest_saved(folder: Path) -> str:
     return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint is saved yet"
 
 
-def how_it_goes_on(folder: Path) -> str:
-    """Advises how to go on after a fault."""
+def how_it_goes_on(folder: Path, command: str = "run the same command with") -> str:
+    """Advises how to go on after a fault or a stop."""
     anew = not step_folders(folder / CHECKPOINTS) and last_step(folder / METRICS)
     flag = "--start-over" if anew else "--resume"
-    return f"{newest_saved(folder)}: run the same command with {flag}"
+    return f"{newest_saved(folder)}: {command} {flag}"
 
 
 def last_step(path: Path) -> int:

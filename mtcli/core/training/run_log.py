@@ -3,10 +3,12 @@
 Progress is a bar on a terminal, and elsewhere a line now and then, of names and values.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from shlex import quote
 from time import monotonic
 from typing import Any, Self
 
@@ -28,7 +30,9 @@ from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
 from mtcli.core.runtime.console import print_table
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
+from mtcli.core.runtime.worker_errors import LAUNCHED
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
+from mtcli.core.training.run_folder import how_it_goes_on
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.step import Step
 from mtcli.core.training.token_inputs import packs_documents
@@ -213,6 +217,17 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
         self.records.close()
+
+    def stopped(self, step: int, by: str, runtime: Runtime) -> None:
+        """Says that a signal has stopped the run after a step, and how to go on."""
+        if not self.speaks:
+            return
+        folder, command = Path(self.config.train.output), "run the same command with"
+        if runtime.world == 1 or LAUNCHED in os.environ:
+            ranks = f" --nproc {runtime.world}" * (runtime.world > 1)
+            command = f"mtcli train {quote(str(folder))}{ranks}"
+        said = f"stopped by {by} after step {step:,} of {self.config.train.steps:,}"
+        self._say(f"{said}; {how_it_goes_on(folder, command)}")
 
     def end(self) -> None:
         """Prints the name of the checkpoint or folder that was written last."""

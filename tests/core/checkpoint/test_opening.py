@@ -88,6 +88,7 @@ def test_steps_are_ordered_by_number_and_not_by_name(tmp_path):
     [
         ("", "holds no checkpoint"),
         ("none", "there is no folder"),
+        ("tiny", "there is no folder"),  # a folder of a preset's name is no preset
         ("file", "is a file, and a checkpoint is a folder"),
     ],
 )
@@ -99,6 +100,12 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, name, expected):
         open_checkpoint(folder)
     assert error.value.code == Exit.WRONG_INPUT
     assert error.value.problems[0].hint
+
+
+def test_a_preset_is_refused_as_it_has_no_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MtcliError, match="tiny is a preset, which has no weights"):
+        open_checkpoint(Path("tiny"))
 
 
 def test_a_missing_file_is_named_and_the_checkpoint_before_is_offered(run):

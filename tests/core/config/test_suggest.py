@@ -132,7 +132,8 @@ def refusal_of(world, *overrides):
 @pytest.mark.parametrize(("overrides", "world", "flags"), TRIED.values(), ids=TRIED)
 def test_what_a_user_would_try_is_answered_with_flags_to_paste(overrides, world, flags):
     told = refusal_of(world, *overrides).splitlines()
-    rows = told[told.index(f"hint: the nearest legal layouts on {world} ranks:") + 1 :]
+    *rows, last = told[told.index(f"hint: the nearest legal layouts on {world} ranks:") + 1 :]
+    assert last == "`mtcli plan` says which fit in memory"
     given = [row.strip().partition("   ")[0].split("--set ")[1:] for row in rows]
     given = [[flag.strip() for flag in row] for row in given]
     assert [" ".join(row) for row in given][: len(flags)] == flags
@@ -152,7 +153,8 @@ def test_where_no_world_is_given_each_layout_has_the_ranks_that_it_needs():
         "hint: the nearest legal layouts:\n"
         "  --set parallel.tp=4 --set parallel.pp=6   tp=4 pp=6 dp=1\n"
         "  --set parallel.tp=2 --set parallel.pp=6   tp=2 pp=6 dp=1\n"
-        "  --set parallel.tp=4 --set parallel.pp=3   tp=4 pp=3 dp=1"
+        "  --set parallel.tp=4 --set parallel.pp=3   tp=4 pp=3 dp=1\n"
+        "`mtcli plan` says which fit in memory"
     )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from eval_data import make_data
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -15,6 +16,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import config_of
 from mtcli.core.data.tokenize import byte_tokenizer
+from mtcli.core.evaluate.compared_rows import compared_rows
 from mtcli.core.evaluate.comparison import compare_files
 from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
@@ -157,6 +159,68 @@ def test_log_likelihoods_of_windows_are_compared_in_pairs(data, tmp_path):
     found = compare_files(*items)["tasks"]["wikitext103"]
     assert (found["metric"], found["verdict"]) == ("loss", "b")
     assert found["difference"] == pytest.approx(-0.02)
+
+
+def cloze(folder, name, right, losses):
+    """A result of a cloze: the log-likelihood of each target, and whether it was the argmax."""
+    path = result(folder, name, right, task="lambada")
+    found = lines(folder / f"{name}.items.jsonl")
+    for item, loss in zip(found, losses, strict=True):
+        del item["answer"], item["pick"]
+        item |= {"loglikelihoods": [-loss], "is_greedy": item["correct"]}
+    text = "".join(json.dumps(item) + "\n" for item in found)
+    (folder / f"{name}.items.jsonl").write_text(text)
+    return path
+
+
+def test_a_cloze_none_is_right_of_is_compared_by_its_losses(tmp_path):
+    wrong, losses = [False] * 40, [8.0 + n % 5 for n in range(40)]
+    a = cloze(tmp_path, "a", wrong, losses)
+    b = cloze(tmp_path, "b", wrong, [x - 0.5 - n % 3 / 10 for n, x in enumerate(losses)])
+    found = compare_files(a, b)["tasks"]["lambada"]
+    assert (found["a"], found["b"], found["verdict"]) == (0.0, 0.0, "tied")
+    assert found["minimum_detectable"] is None and found["reason"] == "no item differs"
+    loss = found["loss"]
+    steps = [-0.5 - n % 3 / 10 for n in range(40)]
+    assert (loss["metric"], loss["verdict"], loss["total"]) == ("loss", "b", 40)
+    assert loss["a"] == pytest.approx(10.0)
+    assert loss["difference"] == pytest.approx(np.mean(steps))
+    error = np.std(steps) / math.sqrt(40)
+    assert loss["minimum_detectable"] == pytest.approx((1.959964 + 0.841621) * error, rel=1e-5)
+    rows = compared_rows(compare_files(a, b))
+    assert [row[1] for row in rows] == ["accuracy", "loss"]
+    assert [row[-2:] for row in rows][0] == ["-", "tied: no item differs"]
+
+
+def test_losses_of_one_passage_count_as_one(tmp_path):
+    paths = [cloze(tmp_path, name, [False] * 6, [shift, 1.0] * 3)
+             for name, shift in (("a", 2.0), ("b", 5.0))]  # fmt: skip
+    for path in paths:
+        file = tmp_path / path.replace(".json", ".items.jsonl")
+        found = [item | {"cluster": "pq"[n % 2]} for n, item in enumerate(lines(file))]
+        file.write_text("".join(json.dumps(item) + "\n" for item in found))
+    loss = compare_files(*paths)["tasks"]["lambada"]["loss"]
+    assert loss["interval"] == [0.0, 3.0]  # of six items it would be 0.5 to 2.5
+    error = math.sqrt(2 * 4.5**2) / 6  # each passage's three items are 1.5 from the mean, alike
+    assert loss["minimum_detectable"] == pytest.approx((1.959964 + 0.841621) * error, rel=1e-5)
+
+
+def test_a_target_of_probability_0_is_a_broken_model(tmp_path):
+    a, b = (cloze(tmp_path, name, [False], [x]) for name, x in (("a", 1.0), ("b", math.inf)))
+    with pytest.raises(MtcliError, match="line 1: a log-likelihood is -inf"):
+        compare_files(a, b)
+
+
+def test_items_of_one_passage_or_alike_have_no_detectable_difference(tmp_path):
+    right = [True, False, True]
+    a = result(tmp_path, "a", right, cluster="p")
+    b = result(tmp_path, "b", [True] * 3, cluster="p")
+    found = compare_files(a, b)["tasks"]["piqa"]
+    assert found["difference"] == pytest.approx(1 / 3) and found["minimum_detectable"] is None
+    assert found["reason"] == "the differences have no spread"
+    a, b = result(tmp_path, "a", [False] * 9), result(tmp_path, "b", [True] * 9)
+    assert compare_files(a, b)["tasks"]["piqa"]["minimum_detectable"] is None
+    assert compared_rows(compare_files(a, b))[0][-1] == "B"
 
 
 @pytest.mark.parametrize(

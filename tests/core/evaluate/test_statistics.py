@@ -54,8 +54,9 @@ def test_the_bootstrap_of_passages_draws_whole_ones():
 
 
 def test_the_minimum_detectable_effect_is_found_in_four_of_five_trials():
-    draw, error = np.random.default_rng(0), 0.02
-    found = draw.normal(minimum_detectable(error), error, 100_000)
+    draw, error = np.random.default_rng(0), 0.02  # of 4 differences of 0.04 from their mean
+    effect = minimum_detectable([0.54, 0.46, 0.54, 0.46])
+    found = draw.normal(effect, error, 100_000)
     assert np.mean(np.abs(found) > 1.959964 * error) == pytest.approx(0.8, abs=0.005)
 
 

@@ -22,11 +22,12 @@ from mtcli.core.plan.memory import each_stage
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.workload import Workload
 from mtcli.core.rehearse.dry_run import dry_run
+from mtcli.core.rehearse.fake_world import fake_trainer
 from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.rehearse.request import Rehearsal
 from mtcli.core.rehearse.stages import rehearse
 from mtcli.core.runtime.launch import cores, set_matmul
-from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.loader import MicroBatchLoader, synthetic_loader
 from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import set_bfloat16_in_float32
@@ -285,6 +286,21 @@ def test_a_cpu_casts_the_gradients_of_later_micro_batches(world, parallel, batch
     found = dry(world, GPT | {"vocab_size": 4096}, parallel, "bf16", 0, batch, device=CPU)
     assert found.predicted.besides_state == pytest.approx(found.activation_peak, rel=0.001)
     assert found.activation_peak > 2**20  # of float32 at once, in one of 2 MiB of a table
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, {}), (2, CUT | {"vpp": 4}), (2, {"zero": 1})], ids=str
+)
+def test_what_stays_from_step_to_step_is_that_of_all_blocks_and_chunks(world, parallel):
+    config = config_of(world, DEEP | MANY | {"hidden_size": 4096}, parallel, "bf16")
+    with fake_trainer(config, world, 0, on_cpu=False, widens=False) as (trainer, live):
+        with closing(synthetic_loader(config, trainer.groups)) as loader:
+            trainer.train_step(loader)
+        trainer.strategy.settle()
+        stays = live.bytes - trainer.state_bytes()
+    assert stays > 2**14  # a row of 16 bytes for 8,192 elements that a rank updates
+    found = rehearse(Rehearsal.of(config, world, H100, 0))
+    assert found.standing == pytest.approx(stays, rel=0.006)
 
 
 def test_zero_3_without_data_ranks_takes_no_more_than_without_zero(found):

@@ -160,16 +160,16 @@ def test_unfinished_work_that_a_process_has_locked_stays(runs, notes):
 
 def test_caches_that_nothing_used_for_a_week_are_freed(tmp_path, notes, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("rehearsals", "eval", "mine", "tokenizers"):
+    for name in ("rehearsals", "searches", "eval", "mine", "tokenizers"):
         (tmp_path / "mtcli" / name).mkdir(parents=True)
         (tmp_path / "mtcli" / name / "x.json").write_text(json.dumps(name))
     now = (tmp_path / "mtcli" / "eval" / "x.json").stat().st_atime
     assert find_caches(now + UNUSED_SECONDS - 60) == []
     found = find_caches(now + UNUSED_SECONDS + 60)
     assert [str(one.path.relative_to(tmp_path / "mtcli")) for one in found] == [
-        "eval/x.json", "rehearsals/x.json", "tokenizers/x.json"
+        "eval/x.json", "rehearsals/x.json", "searches/x.json", "tokenizers/x.json"
     ]  # fmt: skip
-    assert free(found, notes.append) == len('"eval""rehearsals""tokenizers"')
+    assert free(found, notes.append) == len('"eval""rehearsals""searches""tokenizers"')
     assert [path.name for path in (tmp_path / "mtcli").rglob("x.json")] == ["x.json"]
 
 

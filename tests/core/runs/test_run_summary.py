@@ -33,6 +33,7 @@ def test_figures_are_those_of_the_last_steps(tmp_path):
     run = summed(write_run(tmp_path / "a", 20, of=50, valid_every=5, saved=[20]))
     assert (run.step, run.steps, run.tokens, run.seconds) == (20, 50, 640, 10.0)
     assert run.loss == pytest.approx(sum(map(loss_at, range(11, 21))) / 10, abs=1e-12)
+    assert run.last_loss == loss_at(20)
     assert run.valid_loss == 1.1 * loss_at(20) and run.host == "node7"
     files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert run.size_bytes == sum(path.stat().st_size for path in files) > 1000
@@ -110,6 +111,25 @@ def test_what_differs_is_what_the_configs_say_but_for_where_they_are(tmp_path):
     assert varied_fields(found) == ["optimizer.lr", "optimizer.betas"]
     assert found[1].fields["optimizer.lr"] == 0.5 and found[2].fields == {}
     assert found[2].steps is None and found[2].state == "failed"
+
+
+def test_a_field_that_an_older_run_lacks_has_its_default(tmp_path):
+    write_run(tmp_path / "new", 20)
+    write_run(tmp_path / "set", 20, train={"patience": 3})
+    text = (write_run(tmp_path / "old", 20) / "config.toml").read_text()
+    gone = (
+        "patience =",
+        "eps =",
+        "betas =",
+        "valid =",
+    )  # an int, a float, a tuple and an empty one
+    lines = [line for line in text.splitlines() if not line.startswith(gone)]
+    assert len(text.splitlines()) == len(lines) + len(gone)
+    (tmp_path / "old" / "config.toml").write_text("\n".join(lines))
+    new, old, patient = found = summaries([tmp_path / name for name in ("new", "old", "set")])
+    assert varied_fields([new, old]) == []
+    assert varied_fields(found) == ["train.patience"]
+    assert [run.value("train.patience") for run in found] == [0, 0, 3]
 
 
 def test_what_differs_fits_a_column_of_the_table(tmp_path):

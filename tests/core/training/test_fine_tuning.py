@@ -9,6 +9,7 @@ from tiny import run_config
 
 from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
 from mtcli.core.config.loading import load_config
+from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import open_loader
@@ -54,6 +55,29 @@ def test_other_weights_to_start_from_leave_the_base_of_earlier_ones_out(home):
     path = home / "run.toml"
     path.write_text(f'[train]\ninit = "adapters"\nbase = "{home / "llama"}"\n')
     assert source_of(str(path), str(home / "llama"))["train"] == {"init": str(home / "llama")}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_first_step_has_the_learning_rate_and_the_last_a_tenth_of_it(home, steps, schedule):
+    settings = [f"train.steps={steps}", f"optimizer.schedule={schedule}"]
+    run = load_config(source_of(str(home / "llama")), settings)
+    rates = [learning_rate(run.optimizer, step, steps) for step in range(1, steps + 1)]
+    expected = [2e-5, 2e-6] if steps > 1 else [2e-5, 2e-5]
+    assert [rates[0], rates[-1]] == pytest.approx(expected)
+
+
+def test_a_decay_of_initial_weights_ends_at_a_tenth_of_any_rate_unless_it_is_said(home):
+    source = source_of(str(home / "llama"))
+    for rate in ("1e-7", "2e-4", "1"):
+        found = load_config(source, [f"optimizer.lr={rate}"]).optimizer
+        assert found.min_lr == pytest.approx(float(rate) / 10)
+    assert load_config(source, ["optimizer.min_lr=0"]).optimizer.min_lr == 0.0
+    path = home / "own.toml"
+    path.write_text("[model]\npreset = 'tiny'\n[train]\nsteps = 2\n")
+    assert load_config(str(path)).optimizer.min_lr == 0.0
+    started = load_config(source_of(str(path), str(home / "llama"))).optimizer
+    assert started.min_lr == pytest.approx(3e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
