@@ -308,6 +308,12 @@ def test_files_are_named_after_ideas():
     assert not names & {"utils", "util", "helpers", "misc", "common"}
 
 
+def test_no_hint_leaves_the_reader_to_find_what_it_is_about():
+    vague = re.compile(r"\"[^\"]*\b(?:leave (?:it|them|one of them) out|mend (?:it|them))\b")
+    found = {str(path): vague.findall(path.read_text()) for path in SOURCES}
+    assert {path: hints for path, hints in found.items() if hints} == {}
+
+
 def test_no_word_that_the_field_s_terms_replaced_comes_back():
     found = {}
     for word, use in (RETIRED | RETIRED_NAMES).items():

@@ -1,6 +1,6 @@
 """`mtcli config`: the whole config as it would run, two compared, fields explained, the schema."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mtcli.core.training.run_config import ResolvedConfig
 
 WORDS = {"show": "CONFIG", "diff": "A B", "explain": "FIELD", "schema": ""}
+IN_CONFIG = "CONFIG FIELD"  # of explain too
 Action = Annotated[
     Literal["show", "diff", "explain", "schema"],
     typer.Argument(metavar="show|diff|explain|schema", help="what to do"),
@@ -20,7 +21,7 @@ Action = Annotated[
 Names = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG | A B | FIELD]",
+        metavar="[CONFIG | A B | [CONFIG] FIELD]",
         callback=taken_from_hub,
         help=f"CONFIG, A and B: {CONFIGS}; FIELD: section.name, or a section",
     ),
@@ -49,10 +50,11 @@ def config(
 
     show prints the whole config as it would run, as TOML that runs again; comments say where each
     value comes from. diff lists the fields in which two configs differ. explain says what a field
-    means, which values are legal and which rules there are.
+    means, which values are legal, which rules there are, and with a CONFIG its value there.
     """
     names = names or []
-    if len(names) != len(WORDS[action].split()):
+    in_config = action == "explain" and len(names) == len(IN_CONFIG.split())
+    if len(names) != len(WORDS[action].split()) and not in_config:
         usage = f"mtcli config {action} {WORDS[action]}".rstrip()
         said = f"{action} takes {WORDS[action] or 'no name'}, and {len(names)} names are given"
         raise wrong(said, usage)
@@ -63,7 +65,7 @@ def config(
     elif action == "diff":
         _diff(names[0], names[1], json_out)
     elif action == "explain":
-        _explain(names[0], json_out)
+        _explain(names[-1], names[0] if in_config else None, json_out)
     else:
         from mtcli.core.config.json_schema import config_schema
 
@@ -115,19 +117,40 @@ def _resolved(name: str) -> "ResolvedConfig":
         raise MtcliError(*problems, code=error.code, hint=error.hint) from None
 
 
-def _explain(name: str, json_out: str | None) -> None:
+def _explain(name: str, source: str | None, json_out: str | None) -> None:
+    """Explains a field or section, with its values in a config where one is named."""
     from mtcli.core.config.field_facts import explain
     from mtcli.core.runtime.console import print_line, print_table
 
-    facts = explain(name)
-    if not answer({"fields": {fact.name: fact.as_json() for fact in facts}}, json_out):
+    facts, resolved = collect_errors(
+        lambda: explain(name), lambda: None if source is None else _resolved(source)
+    )
+    values: dict[str, dict[str, Any]] = {}
+    if resolved:
+        values = {
+            fact.name: {
+                "value": resolved.values.get(fact.name),
+                "from": resolved.origins.get(fact.name),
+            }
+            for fact in facts
+        }
+    table = {fact.name: fact.as_json() | values.get(fact.name, {}) for fact in facts}
+    if not answer({"fields": table}, json_out):
         return
+    shown = {
+        field: f"{_cell(one['value'])} ({one['from'] or 'not set'})"
+        for field, one in values.items()
+    }
     if len(facts) > 1 or facts[0].name != name:
-        rows = [[fact.name, fact.kind.words, fact.default, fact.help] for fact in facts]
-        print_table("", ("field", "values", "default", "meaning"), rows)
+        rows = [
+            [fact.name, shown.get(fact.name, ""), fact.kind.words, fact.default, fact.help]
+            for fact in facts
+        ]
+        print_table("", ("field", source or "", "values", "default", "meaning"), rows)
         return
     fact = facts[0]
     lines = {"values": fact.kind.words, "default": fact.default, "docs": fact.docs}
+    lines = {"here": shown[name]} | lines if shown else lines
     print_line(f"{fact.name}: {fact.help}", indent="  ")
     for title, text in lines.items():
         print_line(f"  {title:<9}{text}", indent=" " * 11)

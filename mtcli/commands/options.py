@@ -160,4 +160,4 @@ def refuse_flags(context: typer.Context, names: Iterable[str], why: str) -> None
     from mtcli.core.config.errors import MtcliError, Problem
 
     if flags := given_flags(context, names):
-        raise MtcliError(*(Problem(f"{flag} {why}", "leave it out", flag) for flag in flags))
+        raise MtcliError(*(Problem(f"{flag} {why}", f"leave {flag} out", flag) for flag in flags))

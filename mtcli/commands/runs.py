@@ -231,7 +231,7 @@ def _watch(name: str, interval: float, once: bool, json_out: str | None) -> None
 def _prune(folder: str, keep: int | None, flags: tuple[bool, bool], json_out: str | None) -> None:
     """Lists what can be freed, and frees it where the reader agrees. `flags`: --caches, --yes."""
     from mtcli.core.runs.disk_size import size_words
-    from mtcli.core.runs.prunable import find_caches, find_prunable, free
+    from mtcli.core.runs.prunable import find_caches, find_prunable, find_tokens, free
     from mtcli.core.runs.run_search import find_runs
     from mtcli.core.runtime.console import print_table
 
@@ -239,8 +239,9 @@ def _prune(folder: str, keep: int | None, flags: tuple[bool, bool], json_out: st
         echo(f"note: {text}", err=True)
 
     caches, yes = flags
-    found = find_prunable(Path(folder), find_runs(Path(folder)), keep, note)
-    found += find_caches() if caches else []
+    listed = find_runs(Path(folder))
+    found = find_prunable(Path(folder), listed, keep, note)
+    found += [*find_caches(), *find_tokens(listed)] if caches else []
     size = sum(one.size_bytes for one in found)
     if json_out != "-":
         cells = [[str(one.path), one.kind, size_words(one.size_bytes), one.why] for one in found]

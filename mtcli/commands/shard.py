@@ -227,9 +227,14 @@ def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
         raise wrong(message, hint, "--merge-lora")
     if not has and (merge or to == "peft"):
         flag = "--merge-lora" if merge else "--to peft"
-        raise wrong(f"{source.folder} holds no adapters", "leave it out", flag)
+        hint = f"leave {flag} out" if merge else "--to hf"
+        raise wrong(f"{source.folder} holds no adapters", hint, flag)
     if merge and to == "peft":
-        raise wrong("--merge-lora with --to peft, which has adapters alone", "one of them", "--to")
+        raise wrong(
+            "--merge-lora with --to peft, which has adapters alone",
+            "leave --merge-lora out, or --to hf",
+            "--to",
+        )
 
 
 def _averaged(source: "Checkpoint", path: str, average: str, nproc: int) -> "Checkpoint":
@@ -241,7 +246,7 @@ def _averaged(source: "Checkpoint", path: str, average: str, nproc: int) -> "Che
 
     if source.adapters or source.format != "mtcli":
         what = "adapters" if source.adapters else f"a checkpoint of {source.format}"
-        hint = "leave it out; weights are averaged of runs that train all of them"
+        hint = "leave --average out; weights are averaged of runs that train all of them"
         raise wrong(f"--average {average} of {what}", hint, "--average")
     if average == "ema":
         return with_ema(source)

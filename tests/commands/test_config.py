@@ -114,8 +114,8 @@ def test_a_field_that_one_config_has_not_is_a_difference(home):
     ("config diff tiny", "diff takes A B, and 1 names are given", "mtcli config diff A B"),
     ("config schema tiny", "schema takes no name, and 1 names", "mtcli config schema"),
     ("config show tiny --set parallel.tp=3", "tp=3 does not divide num_kv_heads=4", "1, 2 or 4"),
-    ("config diff tiny tiny --set seed=1", "--set: --set goes with show", "leave it out"),
-    ("config explain seed --gpus 2", "--gpus: --gpus goes with show", "leave it out"),
+    ("config diff tiny tiny --set seed=1", "--set: --set goes with show", "leave --set out"),
+    ("config explain seed --gpus 2", "--gpus: --gpus goes with show", "leave --gpus out"),
     ("config diff tiny bad.toml", "unknown key 'lrr' in [optimizer] (in bad.toml)",
      "did you mean 'lr'?"),
     ("config diff tin gpt2", "named 'tin' (in tin)", "did you mean 'tiny'?"),
@@ -124,6 +124,8 @@ def test_a_field_that_one_config_has_not_is_a_difference(home):
     ("config explain model.lr", "'model.lr'", "did you mean optimizer.lr?"),
     ("config explain zero_stage", "'zero_stage'", "did you mean parallel.zero?"),
     ("config explain optimiser", "section 'optimiser'", "did you mean optimizer?"),
+    ("config explain nope.toml seed", "no config file or preset named 'nope.toml'", "give a TOML"),
+    ("config explain a b c", "explain takes FIELD, and 3 names", "mtcli config explain FIELD"),
     ("config explain xyzzy", "section 'xyzzy'", "sections: model, parallel, batch"),
 ])
 # fmt: on
@@ -134,12 +136,21 @@ def test_wrong_words_are_told_with_a_way_out(home, words, message, hint):
     assert message in done.stderr and hint in done.stderr.partition("hint: ")[2]
 
 
+def test_explain_with_a_config_has_its_value_there_and_where_it_comes_from(home):
+    text = config(home, "explain", "tiny", "optimizer.lr")
+    assert "  here     0.001 (preset)\n" in text and "default  0.0003" in text
+    table = json.loads(config(home, "explain", "tiny", "optimizer", "--json", "-"))["fields"]
+    assert (table["optimizer.lr"]["value"], table["optimizer.lr"]["from"]) == (0.001, "preset")
+    assert table["optimizer.clip"]["from"] == "default"
+    assert "tp*cp*pp divides the number of ranks" in config(home, "explain", "parallel.pp")
+
+
 def test_explain_says_what_a_field_means_and_takes(home):
     text = config(home, "explain", "optimizer.trust_bounds")
     assert "least and the largest trust ratio" in text
     assert "docs/reference/config.md#optimizer" in text
     assert "of use with optimizer.name = 'lamb' alone" in text
-    assert "trust bounds are a range" in text
+    assert "the least trust ratio is at most the largest" in text
     fields = json.loads(config(home, "explain", "parallel.zero", "--json", "-"))["fields"]
     assert fields["parallel.zero"]["type"] == "int"
     assert fields["parallel.zero"]["options"] == [0, 1, 3]

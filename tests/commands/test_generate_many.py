@@ -285,4 +285,4 @@ def test_weights_of_two_precisions_are_refused(model):
     done = generate(model[0], *words)
     assert done.returncode == 2 and done.stdout == ""
     assert "--weights: weights=int8 are multiplied by float32 activations" in done.stderr
-    assert "hint: leave one of them out" in done.stderr
+    assert "hint: leave --weights or --set train.precision out" in done.stderr

@@ -138,7 +138,7 @@ def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_p
         words = [*before, "moved", *behind, "--base", "moved"]
         done = in_process(*words, folder=tmp_path)
         assert done.returncode == 2, name
-        assert "--base: moved holds no adapters\n\nhint: leave it out" in done.stderr, name
+        assert "--base: moved holds no adapters\n\nhint: leave --base out" in done.stderr, name
     done = in_process("shard", "verify", kind, "merged", "--base", "moved", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     words = ["select", "--data", "data", "--size", "2", "--output", "set", "--method", "random"]

@@ -97,7 +97,7 @@ def test_tokens_that_are_there_a_small_vocabulary_and_no_file_are_refused(home):
     done = tune(home, "llama", output="no", **{"model.vocab_size": 260})
     assert done.returncode == 2
     said = "model.vocab_size: vocab_size=260, and the tokenizer has 261 ids with train.new_tokens"
-    assert said in done.stderr and "leave it out, or 261 or more" in done.stderr
+    assert said in done.stderr and "leave model.vocab_size out, or 261 or more" in done.stderr
     done = tune(home, "llama", output="no", **{"train.new_tokens": "none.txt"})
     assert done.returncode == 2
     assert "train.new_tokens: 'none.txt' is no file of texts" in done.stderr

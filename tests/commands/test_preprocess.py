@@ -59,7 +59,7 @@ def test_wrong_input_exits_2_with_file_line_and_hint(tmp_path):
     )
     assert (code, out) == (2, "")
     assert f"error: {tmp_path}/a.jsonl:2: not JSON" in errors
-    assert "\n\nhint: mend it" in errors
+    assert "\n\nhint: mend the line" in errors
     assert "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -75,7 +75,7 @@ def _require_adapters(init: object, base: str) -> None:
     """Raises MtcliError where a base is named without adapters."""
     if not isinstance(init, str):
         message = "a base is of adapters that a run starts from, and it starts from none"
-        raise wrong(message, "--init CHECKPOINT, or leave it out", "--base")
+        raise wrong(message, "--init CHECKPOINT, or leave --base out", "--base")
     find_checkpoints([init], base)
 
 

@@ -99,8 +99,8 @@ def _rules_of(field: str) -> Iterator[str]:
             fields = [field] if field in need.fields else need.fields
             yield f"{', '.join(fields)}: of use with {need.words} alone"
     for rule in rules_on(field):
-        text = rule.__doc__ or rule.__name__.strip("_").replace("_", " ")
-        sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
+        assert rule.__doc__, f"{rule.__name__} says in its docstring what it checks"
+        sentence = " ".join(rule.__doc__.split()).partition(". ")[0].removesuffix(".")
         yield sentence.removeprefix("Checks ").removeprefix("that ")
 
 

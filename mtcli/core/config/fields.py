@@ -195,7 +195,7 @@ def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing":
         return Problem("this field is missing", f"add {name}", path)
     if section is None or name not in section.model_fields:
-        return Problem(f"{shown(detail['input'])} is not legal here", "leave it out", path)
+        return Problem(f"{shown(detail['input'])} is not legal here", f"leave {path} out", path)
     field = section.model_fields[str(name)]
     kind, default = field_kind(field), None if field.is_required() else field.get_default()
     if items:
@@ -250,8 +250,8 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         if isinstance(value, str):
             options = kind.items[0].options
             near = meant_value(name, value, options) or (options[0] if options else value)
-            return _assigned(name, [near])
-        return f"such as {_assigned(name, list(default or ['a']))}"
+            return _pasteable(name, [near])
+        return f"such as {_pasteable(name, list(default or ['a']))}"
     if kind.base is str:
         return "text in quotes"
     if kind.base is bool:
@@ -280,6 +280,12 @@ def _assigned(name: str, value: Any) -> str:
     if name.startswith("--"):
         return f"{name} {value}"
     return f"{name.rpartition('.')[2]} = {shown(value)}"
+
+
+def _pasteable(name: str, value: list[Any]) -> str:
+    """Words a list as a word of the command line, where the name is that of a config's field."""
+    is_field = "." in name and not any(key.isdecimal() for key in name.split("."))
+    return f'--set "{name}={shown(value)}"' if is_field else _assigned(name, value)
 
 
 def _figure(number: Any) -> str:

@@ -25,18 +25,22 @@ def data_parallel_size(config: RunConfig, world: int) -> int:
 
 
 def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that tp*cp*pp divides the number of ranks; dp is what is left."""
     p = config.parallel
     used = p.tp * p.cp * p.pp
     if world % used:
-        near, cuts = listing(multiples_around(world, used)), listing(divisors(world))
+        near, cuts = listing(multiples_around(world, used)), divisors(world)
+        ones = " ".join(f"--set parallel.{a}=1" for a in ("tp", "cp", "pp") if getattr(p, a) > 1)
+        choice = f"choose tp*cp*pp among {listing(cuts)}; for 1: " if len(cuts) > 1 else ""
         yield Problem(
             f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of {world} ranks",
-            f"run {near} ranks (--nproc), or choose tp*cp*pp among {cuts}",
+            f"run {near} ranks (--nproc), or {choice}{ones}",
             "parallel",
         )
 
 
 def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that ep*etp*pp divides the ranks, and ep and etp the experts and their widths."""
     p, m = config.parallel, config.model
     if m.num_experts == 0:
         if p.ep * p.etp > 1:
@@ -46,7 +50,10 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         return
     if world % (p.pp * p.ep * p.etp):
         message = f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks"
-        hint = f"choose ep*etp among {listing(divisors(max(1, world // p.pp)))}"
+        cuts = divisors(max(1, world // p.pp))
+        hint = f"choose ep*etp among {listing(cuts)}"
+        if cuts == [1]:
+            hint = "--set parallel.ep=1 --set parallel.etp=1"
         yield Problem(message, hint, "parallel.ep")
     yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
@@ -79,6 +86,7 @@ def _grid_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _grid_holds_whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a grid of tp ranks is not combined with context parallelism."""
     p = config.parallel
     if p.grid_rows > 1 and p.cp > 1:
         yield Problem(
@@ -114,12 +122,13 @@ def grids_shard_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(
             f"sequence_parallel=false with {_grid(config)}: between layers its ranks always hold "
             "other sequences and columns, and none replicates activations",
-            "leave it out, or tp_mode '1d'",
+            "parallel.sequence_parallel = true, or tp_mode = '1d'",
             "parallel.sequence_parallel",
         )
 
 
 def _grid_multiplies_whole_panels(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a grid of tp ranks multiplies neither in fp8 nor compiled."""
     t = config.train
     if config.parallel.grid_rows == 1:
         return
@@ -185,6 +194,7 @@ def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that tp divides a micro-batch's tokens, which sequence parallelism shards."""
     p, b = config.parallel, config.batch
     if p.sequence_parallel and p.grid_rows == 1 and not p.makes_no_grid:
         tokens = b.micro_batch_size * b.seq_len // p.cp
@@ -222,6 +232,7 @@ def experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that pp*vpp divides the layers, or that stage_layers sum to them."""
     p, m = config.parallel, config.model
     stages = p.pp * p.vpp
     if p.stage_layers:
@@ -241,6 +252,7 @@ def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that vpp is above 1 with the interleaved schedule, and with it alone."""
     p = config.parallel
     if (p.vpp > 1) != (p.schedule == "interleaved"):
         message = f"vpp={p.vpp} with schedule={p.schedule!r}"
@@ -249,6 +261,7 @@ def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that zero=3 is combined with schedules and chunks that FSDP2 can shard."""
     p = config.parallel
     if p.zero == 3 and p.schedule == "zero_bubble":
         yield Problem(
@@ -263,6 +276,7 @@ def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that micro_batch_size*dp divides global_batch_size."""
     b, dp = config.batch, data_parallel_size(config, world)
     unit = b.micro_batch_size * dp
     if b.global_batch_size % unit:

@@ -166,7 +166,9 @@ def _with_length(config: RunConfig, problems: list[Problem]) -> tuple[RunConfig,
     given, config = config.train, with_steps_of_tokens(config)
     if given.tokens and "steps" in given.model_fields_set and given.steps != config.train.steps:
         message = f"tokens={given.tokens} are {config.train.steps} steps, and train.steps="
-        problem = Problem(f"{message}{given.steps}", "set one of them", "train.tokens")
+        problem = Problem(
+            f"{message}{given.steps}", "leave train.steps or train.tokens out", "train.tokens"
+        )
         return config, [*problems, problem]
     return config, problems
 

@@ -157,7 +157,9 @@ def require_stored(weights: str | None, config: RunConfig, device: str) -> None:
     problems, said = [], f"weights={weights} "
     if (precision := config.train.precision) != "fp32":
         message = f"{said}are multiplied by float32 activations, and train.precision={precision!r}"
-        problems.append(Problem(message, "leave one of them out", "--weights"))
+        problems.append(
+            Problem(message, "leave --weights or --set train.precision out", "--weights")
+        )
     if config.parallel.grid_rows > 1:
         message = f"{said}have no panels, and a grid of {config.parallel.tp} ranks multiplies those"
         problems.append(Problem(message, "parallel.tp_mode=1d", "--weights"))
@@ -192,6 +194,7 @@ def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that key-value heads divide the heads, and that what rotates is pairs."""
     m = config.model
     if m.num_heads % m.num_kv_heads:
         message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
@@ -228,7 +231,9 @@ def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
     for name, value in fixed.items():
         if (given := getattr(m, name)) != value:
             message = f"{name}={given!r} with model.mla, whose heads come from latents"
-            yield Problem(message, f"{name} = {value!r}, or leave it out", f"model.{name}")
+            yield Problem(
+                message, f"{name} = {value!r}, or leave model.{name} out", f"model.{name}"
+            )
     if mla.rope_dim % 2:
         message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
         hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
@@ -236,6 +241,7 @@ def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the counts of experts: those of a token, their groups, the layers without."""
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
         message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
@@ -267,6 +273,7 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a sequence is no longer than the learned positions."""
     m, b = config.model, config.batch
     if m.head in CLASSIFIERS:  # whose rows hold several sequences, and positions begin with each
         return
@@ -276,6 +283,7 @@ def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that min_lr is at most lr, and that the warm-up is no longer than the run."""
     o = config.optimizer
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
@@ -285,6 +293,7 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _run_has_a_length(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a run has steps, tokens or epochs."""
     train = config.train
     if not train.epochs and train.model_fields_set & {"epochs", "steps"} == {"epochs"}:
         hint = "more epochs, such as 1, or train.steps"
@@ -292,6 +301,7 @@ def _run_has_a_length(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that the least trust ratio is at most the largest."""
     o = config.optimizer
     least, largest = o.trust_bounds
     if least > largest:
@@ -324,12 +334,14 @@ def _narrow_moments_move(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _narrow_gradients_are_sums(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that gradients of bfloat16 are of a sync method that sums them so."""
     if config.train.gradients == "bf16" and config.sync.method == "onebit":
         message = "gradients='bf16' with sync.method='onebit', which sums them in float32"
         yield Problem(message, "'fp32', or another sync.method", "train.gradients")
 
 
 def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that some layer has sizes that GEMMs of fp8 take."""
     t, sizes = config.train, weight_sizes(config.model, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
         multiple = MULTIPLE[t.fp8_scaling]
@@ -342,6 +354,7 @@ def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a compiled backward is not to compute gradients of weights later."""
     if config.train.compile and config.parallel.schedule == "zero_bubble":
         yield Problem(
             "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
@@ -352,6 +365,7 @@ def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that CUDA graphs replay the same launches on one GPU at every step."""
     p, m, t = config.parallel, config.model, config.train
     if not t.cuda_graphs:
         return
@@ -405,7 +419,8 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     for name in lora.targets:
         if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
-            yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
+            hint = f"--set \"lora.targets=['{targets[0]}']\"; known: {', '.join(targets)}"
+            yield Problem(said, hint, "lora.targets")
     modules = saved_modules(m)
     for name in lora.modules_to_save:
         if name not in modules:
@@ -430,7 +445,7 @@ def _new_tokens_have_a_place(config: RunConfig, world: int) -> Iterator[Problem]
         yield Problem(message, hint, field)
     if config.model.head != "lm":
         message = f"{said} with head={config.model.head!r}"
-        yield Problem(message, "they are for language models: leave them out", field)
+        yield Problem(message, "leave train.new_tokens out: they are for language models", field)
     if config.data.tokenizer:
         message = f"{said} with data.tokenizer={shown(config.data.tokenizer)}"
         hint = "leave data.tokenizer out: they are added to that of train.init"
@@ -452,6 +467,7 @@ def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the head's settings: labels of a classifier, tied embeddings, a bias."""
     m = config.model
     if m.head == "classification" and m.num_labels < 2:
         message = f"head='classification' with num_labels={m.num_labels}"
@@ -562,6 +578,7 @@ def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that no tracker is named twice."""
     given = config.train.trackers
     for name in dict.fromkeys(given):
         if given.count(name) > 1:
@@ -571,6 +588,7 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that logits are scaled and capped by a language model's head alone."""
     m = config.model
     if m.logit_scale != 1.0 and m.head != "lm":
         message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
@@ -584,6 +602,7 @@ def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that norms have the offset, the bias and the places that are asked for."""
     m = config.model
     if m.norm_offset not in (0.0, 1.0):
         message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
@@ -593,14 +612,16 @@ def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
     ):
         has = f"norm_order={m.norm_order!r}" if m.norm_order != "pre" else "parallel_residual=true"
         message = f"first_attention_norm=false with {has}, where no norm is attention's alone"
-        hint = "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"
+        hint = "norm_order = 'pre' or 'sandwich' without parallel_residual, or "
+        hint += "first_attention_norm = true"
         yield Problem(message, hint, "model.first_attention_norm")
     if m.norm_bias and not m.has_norm_bias:
         message = f"norm_bias=true with norm={m.norm!r}, which has none"
-        yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
+        yield Problem(message, "model.norm = 'layernorm', or norm_bias = false", "model.norm_bias")
 
 
 def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that parallel residuals have norms of inputs alone, and that these share one."""
     m = config.model
     if m.parallel_residual and m.norm_order != "pre":
         message = f"parallel_residual=true with norm_order={m.norm_order!r}"
@@ -613,6 +634,7 @@ def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a window limits some layer, and that a pattern has a window."""
     m = config.model
     if m.window_pattern and not m.window:
         message = f"window_pattern={m.window_pattern!r} with window=0, which limits no layer"
@@ -623,6 +645,7 @@ def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that the ends of a rotary scaling are in order, and that frequencies differ."""
     scaling = config.model.rope_scaling
     ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     if scaling and (names := ends.get(scaling.kind)):
@@ -637,6 +660,7 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 def _rope_scaling_fits_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a rotary scaling has a factor for each pair of dimensions of a head."""
     m, scaling = config.model, config.model.rope_scaling
     if scaling and scaling.kind == "longrope":
         if scaling.original_max_seq_len == 1:
@@ -845,7 +869,8 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
     if config.parallel.sequence_parallel:
         message = "sequence_parallel=true: evaluation and generation hold whole sequences"
-        yield Problem(message, "leave it out", "parallel.sequence_parallel")
+        hint = "leave --set parallel.sequence_parallel out"
+        yield Problem(message, hint, "parallel.sequence_parallel")
 
 
 # Of sections that no layout changes.

@@ -47,6 +47,7 @@ NsSchedule = Literal["jordan", "quintic5", "polar_express"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 LossOn = Literal["assistant", "last", "all"]
 # Files of conversations by their names, without the suffix of a compression.
+TOKENIZED = ".tokenized"  # of the folder beside a text with the data sets that are made of it
 CHAT_FILE = re.compile(r".\.(?:parquet|(?:jsonl|ndjson|json)(?:\.gz|\.zst|\.xz|\.bz2)?)$")
 
 

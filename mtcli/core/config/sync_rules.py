@@ -97,7 +97,9 @@ def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Proble
         yield Problem(message, either, "sync.method")
     if config.optimizer.group and method in ("onebit", *DECENTRALIZED):
         message = f"method={method!r} with [[optimizer.group]]: it updates all parameters alike"
-        yield Problem(message, "leave the groups out, or sync.method = 'all_reduce'", "sync.method")
+        yield Problem(
+            message, "leave [[optimizer.group]] out, or sync.method = 'all_reduce'", "sync.method"
+        )
 
 
 def exchanges_come_in_turn(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -129,7 +131,11 @@ def error_feedback_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
     if s.top_k and s.outer_momentum not in (0.0, type(s).model_fields["outer_momentum"].default):
         message = f"outer_momentum={s.outer_momentum:g} with top_k={s.top_k:g}, whose error "
         message += "feedback takes its place"
-        yield Problem(message, "leave it out, or sync.quantise in place of top_k", "sync.top_k")
+        yield Problem(
+            message,
+            "leave sync.outer_momentum out, or sync.quantise in place of top_k",
+            "sync.top_k",
+        )
 
 
 def neighbours_are_mixed(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -142,7 +148,7 @@ def neighbours_are_mixed(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "sync.method = 'decentlam' or 'dmsgd', or momentum 0", "sync.method")
     if o.nesterov:
         message = f"nesterov=true with method={s.method!r}, whose momentum is plain"
-        yield Problem(message, "leave it out", "optimizer.nesterov")
+        yield Problem(message, "optimizer.nesterov = false", "optimizer.nesterov")
     replicas = config.num_replicas(world)
     if s.machine_size and s.topology != "hierarchical":
         message = f"machine_size={s.machine_size} with topology={s.topology!r}, which has none"

@@ -37,7 +37,7 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
             problems.append((f"{shown(item.strip())} is not a part of a layout", hint))
         elif axis in sizes:
             twice = f"{axis} is given twice: {sizes[axis]} and {number}"
-            problems.append((twice, "leave one of them out"))
+            problems.append((twice, f"leave {axis}={sizes[axis]} or {axis}={number} out"))
         else:
             sizes[axis] = int(number)
     if sizes.get("zero", 0) not in ZEROS:

@@ -143,5 +143,6 @@ def _is_exact(model: ModelConfig) -> Iterator[Problem]:
     least = model.num_experts / model.top_k
     if 0.0 < model.capacity_factor < least:
         message = f"capacity_factor={model.capacity_factor} drops tokens, which meet no MLP then"
-        hint = f"{least:g} or more; or leave it out and train with --set model.capacity_factor="
-        yield Problem(message, hint + f"{model.capacity_factor}, which changes no weight", FLAG)
+        hint = f"{least:g} or more; or leave capacity_factor out and train with --set "
+        hint += f"model.capacity_factor={model.capacity_factor}, which changes no weight"
+        yield Problem(message, hint, FLAG)

@@ -188,7 +188,7 @@ class BlockWork:
             elif self._skip_bad:
                 bad.append(str(item))
             else:
-                raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+                raise wrong(str(item), "--skip-bad leaves such records out; or mend this one")
 
 
 @cache

@@ -70,7 +70,7 @@ def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
         for piece in block.pieces:
             for item in islice(reader.read(piece, count), SAMPLED_DOCUMENTS):
                 if isinstance(item, BadRecord) and not request.skip_bad:
-                    raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+                    raise wrong(str(item), "--skip-bad leaves such records out; or mend this one")
                 if isinstance(item, Document):
                     documents += 1
                     text += item.size

@@ -226,6 +226,6 @@ def _documents(inputs: Sequence[str], text_key: str) -> Iterator[Document]:
         for piece in block.pieces:
             for item in reader.read(piece, lambda _: None):
                 if isinstance(item, BadRecord):
-                    raise wrong(str(item), "mend it")
+                    raise wrong(str(item), "mend the record, or take it out of the file")
                 if isinstance(item, Document):
                     yield item

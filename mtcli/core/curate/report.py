@@ -95,7 +95,8 @@ def nothing_left(report: dict[str, Any]) -> Problem:
     if read:
         last = next(s["stage"] for s in stages if not s["documents_out"])
         other_stages = [stage for stage in report["config"]["stages"] if stage != last]
-        hint = f'change the settings of [{last}], or leave it out: --set "stages={other_stages}"'
+        hint = f"change the settings of [{last}], or leave the stage out: "
+        hint += f'--set "stages={other_stages}"'
     elif passed_over:
         hint = "of WARC, HTML pages with status 200 are read, and texts of WET files"
     else:

@@ -17,7 +17,9 @@ class BadLine(Exception):
     """A fault of a line. `kind` is a short phrase by which faults are counted; `setting` is a
     further cure, for a file that a config names."""
 
-    def __init__(self, kind: str, reason: str, hint: str = "mend it", setting: str = "") -> None:
+    def __init__(
+        self, kind: str, reason: str, hint: str = "mend the line", setting: str = ""
+    ) -> None:
         super().__init__(reason)
         self.kind, self.reason, self.hint, self.setting = kind, reason, hint, setting
 
@@ -31,7 +33,7 @@ class BadLine(Exception):
         return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP * others_are_good}"
 
 
-def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
+def json_object(line: bytes, hint: str = "mend the line") -> dict[str, Any]:
     """Parses the JSON object of a line. Raises BadLine where the line holds none."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine("too long a line", f"it is longer than {MAX_LINE_BYTES} bytes", hint)

@@ -57,7 +57,7 @@ class TemplateFault(Exception):
     """The reason why a template does not render a conversation; the template's own words where it
     refuses."""
 
-    def __init__(self, reason: str, hint: str = "mend it") -> None:
+    def __init__(self, reason: str, hint: str = "mend the template") -> None:
         super().__init__(reason)
         self.reason, self.hint = reason, hint
 

@@ -446,7 +446,7 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
                 yield item
     except csv.Error as error:
         message = f"{source.name or source.path}:{lines.line}: not {kind}: {error}"
-        raise wrong(message, "mend it: quotes inside of a quoted field are doubled") from None
+        raise wrong(message, "double the quotes inside of a quoted field") from None
 
 
 def _require_column(source: SourceFile, key: str, names: Sequence[str]) -> None:

@@ -185,7 +185,7 @@ def encode_block(
                     yield item
                     continue
                 if not job.skip_bad:
-                    hint = f"{MEND.get(item.kind, 'mend it')}, or leave it out with --skip-bad"
+                    hint = f"{MEND.get(item.kind, 'mend the line')}, or --skip-bad leaves it out"
                     raise wrong(describe_bad(piece, item), hint)
                 counts.skip(item.kind)
                 if len(skipped) < EXAMPLES:

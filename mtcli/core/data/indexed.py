@@ -17,7 +17,7 @@ import numpy as np
 from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.config.nameable import near_path
 from mtcli.core.config.schema import CHAT_FILE
-from mtcli.core.config.untrusted import load_json, open_untrusted
+from mtcli.core.config.untrusted import listed, load_json, open_untrusted
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -196,10 +196,19 @@ def _not_there(path: Path, prefix: Path) -> tuple[str, str]:
     if CHAT_FILE.search(prefix.name) and prefix.is_file():
         hint = 'conversations in it are read with data.format = "conversations"; for its texts, '
         return f"{prefix} is no data set of tokens", f"{hint}{_preprocess(prefix)}"
+    if pairs := pairs_in(prefix):
+        hint = f"name the prefix of a pair: {listed(pairs)}"
+        return f"{prefix} is a folder of data sets, and none itself", hint
     if prefix.is_dir() or prefix.is_file():
         return f"{prefix} is no data set yet", _preprocess(prefix)
     hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
     return f"no file {path}", hint + near_path(str(path))
+
+
+def pairs_in(folder: str | Path) -> list[str]:
+    """Lists the prefixes of the pairs of .bin and .idx in a folder; none where it is no folder."""
+    indices = sorted(Path(folder).glob("*.idx"))
+    return [str(path.with_suffix("")) for path in indices if path.with_suffix(".bin").exists()]
 
 
 def _preprocess(path: Path) -> str:

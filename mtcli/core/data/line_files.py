@@ -108,7 +108,7 @@ def _items(file: BufferedReader, path: Path, field: str) -> Iterator[bytes]:
     try:
         items = parse_json(data.removeprefix(BOM_UTF8))
     except ValueError as error:
-        hint = "mend it, or write an object on each line of a .jsonl file"
+        hint = "write an object on each line of a .jsonl file, or mend the array"
         raise wrong(f"{path} begins as a JSON array, and is none: {error}", hint, field) from None
     yield from map(_line, items)
 

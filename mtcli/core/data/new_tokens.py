@@ -24,7 +24,8 @@ def with_new_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
     vocab, first = tokenizer.backend.get_vocab(with_added_tokens=True), tokenizer.vocab_size
     if repeated := [f"{shown(text)} (id {vocab[text]})" for text in texts if text in vocab]:
         message = f"the tokenizer of {first:,} ids has {', '.join(repeated)} already"
-        raise wrong(message, "leave out what it has", FIELD)
+        had = [shown(text) for text in texts if text in vocab]
+        raise wrong(message, f"leave {', '.join(had)} out of {FIELD}", FIELD)
     table: dict[str, Any] = json.loads(tokenizer.definition)
     entries = {first + i: {"content": text} | KIND for i, text in enumerate(texts)}
     added = [{"id": token} | entry for token, entry in entries.items()]

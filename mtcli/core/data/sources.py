@@ -115,9 +115,11 @@ def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> N
     that divide texts."""
     kinds, problems = {source.kind for source in sources}, []
     if blank and "text" not in kinds:
-        problems.append(Problem("no input is plain text", "leave it out", "--split-on"))
+        problems.append(Problem("no input is plain text", "leave --split-on out", "--split-on"))
     if text_key != "text" and kinds <= {"text", "html", "warc"}:
-        problems.append(Problem("no input has keys or columns", "leave it out", "--text-key"))
+        problems.append(
+            Problem("no input has keys or columns", "leave --text-key out", "--text-key")
+        )
     if sources and problems:
         raise MtcliError(*problems)
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from mtcli.core.config.blend import read_blend
 from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
-from mtcli.core.config.schema import CHAT_FILE, RunConfig
+from mtcli.core.config.schema import CHAT_FILE, TOKENIZED, RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.data.documents import Text, read_documents
-from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.indexed import describe, pairs_in, with_suffix
 from mtcli.core.data.preprocess import TRAIN, PreprocessRequest, fingerprint, preprocess
 from mtcli.core.data.sources import SourceFile, cut, find_sources
 from mtcli.core.data.tokenize import load_tokenizer
@@ -32,7 +32,6 @@ from mtcli.core.runtime.launch import cores
 from mtcli.core.runtime.work_folder import MARK, require_work_folder
 
 NO_TEXT = (".bin", ".idx", ".json")
-SUFFIX = ".tokenized"
 TEXT = b"mtcli keeps the tokens of the text beside this folder here\n"
 CHATS = "conversations are read with --set data.format=conversations"
 SAMPLE = 256 << 10  # characters that are encoded to estimate how long all take
@@ -140,8 +139,11 @@ def texts_of(config: RunConfig, tokenizer: Path | None) -> list[TextData]:
 
 
 def is_text(word: str) -> bool:
-    """Says whether a word of the data names a file or folder, and no dataset or file of one."""
-    return exists(word) and not exists(f"{word}.idx") and Path(word).suffix not in NO_TEXT
+    """Says whether a word of the data names a file or folder, and no dataset, nor files of one."""
+    if not exists(word) or exists(f"{word}.idx") or Path(word).suffix in NO_TEXT:
+        return False
+    of_data = (*NO_TEXT, ".tokenizer")
+    return not pairs_in(word) or any(path.suffix not in of_data for path in Path(word).iterdir())
 
 
 def with_prefixes(words: Sequence[str], texts: Sequence[TextData]) -> list[str]:
@@ -153,7 +155,7 @@ def with_prefixes(words: Sequence[str], texts: Sequence[TextData]) -> list[str]:
 def describe_texts(config: RunConfig) -> dict[str, str]:
     """Returns the lines of a run's header on datasets that were made of text."""
     words = config.data.train if config.data.format == "tokens" else ()
-    prefixes = [word for word in words if Path(word).parent.suffix == SUFFIX]
+    prefixes = [word for word in words if Path(word).parent.suffix == TOKENIZED]
     lines = [
         f"{facts['documents']:,} documents of {Path(word).parent.with_suffix('')}, "
         f"{facts['tokens']:,} tokens in {word}"
@@ -171,5 +173,5 @@ def _text_data(word: str, spec: str) -> TextData:
     size = request.train_size or (tokenizer.vocab_size if tokenizer else 0)
     facts = [fingerprint(request, listing.sources), tokenizer and tokenizer.sha256]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    folder = Path(word).with_name(Path(word).name + SUFFIX)
+    folder = Path(word).with_name(Path(word).name + TOKENIZED)
     return TextData(word, request._replace(output=folder / name), listing.sources, size)

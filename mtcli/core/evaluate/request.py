@@ -90,7 +90,7 @@ def require_used(
     task_flags = {flag for flags in USES.values() for flag in flags}
     names = ", ".join(name for name, _ in tasks)
     problems = [
-        Problem(f"{names} with head={model.head!r} has no use for it", "leave it out", flag)
+        Problem(f"{names} with head={model.head!r} has no use for it", f"leave {flag} out", flag)
         for flag in flags
         if flag in task_flags - used
     ]

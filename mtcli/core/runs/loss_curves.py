@@ -63,7 +63,7 @@ def _curves(folder: Path) -> LossCurves:
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is it a run's?") from None
     if not rows:
-        raise wrong(f"{folder} has made no step", "leave it out")
+        raise wrong(f"{folder} has made no step", f"leave {folder} out, or train it first")
     ordered = [rows[step] for step in sorted(rows)]
     losses = [number(row, "loss") for row in ordered]
     valid = {index: number(row, "valid_loss") for index, row in enumerate(ordered)}

@@ -7,13 +7,14 @@ that is pruned is locked meanwhile.
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of, unrelated_files
 from mtcli.core.checkpoint.retention import Best, remove_checkpoint, steps_to_remove
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.schema import TOKENIZED
 from mtcli.core.config.untrusted import listed
 from mtcli.core.runs.disk_size import size_of
 from mtcli.core.runs.records_tail import number
@@ -25,8 +26,10 @@ from mtcli.core.training.run_folder import METRICS, SUBSETS, require_own_folders
 from mtcli.core.training.run_lock import lock_folder, lock_holder
 
 Kind = Literal["checkpoint", "leftover", "cache"]
-CACHES = ("eval", "inputs", "rehearsals", "searches")  # of mtcli's folder in the user's cache
+# Of mtcli's folder in the user's cache.
+CACHES = ("eval", "inputs", "rehearsals", "searches", "tokenizers")
 UNUSED_SECONDS = 7 * 86_400.0  # after which a cache's entry counts as unused
+TOKENS = re.compile(r"([0-9a-f]{16})\.(bin|idx|json|tokenizer)")  # of a text, by its key
 # A file of a run folder that a killed process has not renamed to its name.
 UNRENAMED = re.compile(r"\.(config|run|metrics|events|trackers)\.[0-9a-f]{16}\.(toml|jsonl?)")
 
@@ -83,6 +86,32 @@ def find_caches(now: float | None = None) -> list[Prunable]:
         for entry in _entries(user_cache() / name)
         if not entry.is_symlink() and moment - _used_at(entry) > UNUSED_SECONDS
     ]
+
+
+def find_tokens(runs: Sequence[Path], now: float | None = None) -> list[Prunable]:
+    """Lists tokens of the texts of some runs, in PATH.tokenized/, that no command has used for a
+    week and none of the runs names: those of another tokenizer, or of the text as it was."""
+    moment = time.time() if now is None else now
+    words = {Path(word).resolve() for run in runs for word in _words_of_data(fields_of(run))}
+    folders = {word.parent for word in words if word.parent.suffix == TOKENIZED}
+    found = []
+    for folder in sorted(folder for folder in folders if (folder / MARK).is_file()):
+        for entry in _entries(folder):
+            key = TOKENS.fullmatch(entry.name)
+            if key is None or entry.is_symlink() or folder / key[1] in words:
+                continue
+            if moment - _used_at(entry) > UNUSED_SECONDS:
+                why = "tokens that no run listed names, not used for a week"
+                found.append(Prunable(entry, "cache", size_of(entry), why))
+    return found
+
+
+def _words_of_data(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the words of a config's training and validation data."""
+    for field, value in fields.items():
+        if re.match(r"(phase\.\d+\.)?data\.(train|valid)\b", field):
+            words = value if isinstance(value, list) else [value]
+            yield from (word for word in words if isinstance(word, str) and "\0" not in word)
 
 
 def free(found: Iterable[Prunable], note: Callable[[str], None]) -> int:

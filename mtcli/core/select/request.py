@@ -92,7 +92,7 @@ def _flags(request: SelectRequest) -> Iterator[Problem]:
         yield Problem("it is missing: gradients are of a model", "--model CHECKPOINT", "--model")
     if request.target and request.method != "dsir":
         message = f"--method {request.method} reads no target"
-        yield Problem(message, "--method dsir, or leave it out", "--target")
+        yield Problem(message, "--method dsir, or leave --target out", "--target")
     if not request.target and request.method == "dsir":
         hint = "--target PREFIX: tokens that the chosen sequences are to resemble"
         yield Problem("it is missing", hint, "--target")
@@ -102,13 +102,16 @@ def _unused(request: SelectRequest) -> Iterator[Problem]:
     """Yields a problem for each flag or field that this selection does not read."""
     if request.method != "craig" and request.greedy != "lazy":
         message = f"--method {request.method} picks nothing by its gain"
-        yield Problem(message, "--method craig, or leave it out", "--greedy")
+        yield Problem(message, "--method craig, or leave --greedy out", "--greedy")
     if request.model is None:
-        hint = "--model CHECKPOINT, or leave it out"
+        hint = "--model CHECKPOINT, or leave {} out"
         if request.proxy != "gradient":
-            yield Problem("proxies are of a model, and there is none", hint, "--proxy")
+            yield Problem(
+                "proxies are of a model, and there is none", hint.format("--proxy"), "--proxy"
+            )
         if request.base is not None:
-            yield Problem("a base is of a model's adapters, and there is none", hint, "--base")
+            said = "a base is of a model's adapters, and there is none"
+            yield Problem(said, hint.format("--base"), "--base")
     for field in (override.partition("=")[0].strip() for override in request.overrides):
         if field.partition(".")[0] in ("optimizer", "sync", "lora"):
             yield of_training(field)

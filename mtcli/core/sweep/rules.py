@@ -60,12 +60,12 @@ def _of_one_model(config: RunConfig) -> dict[str, tuple[object, str, str]]:
         "eval": (
             config.eval,
             f"{len(config.eval)} [[eval]] tables evaluate one model's weights",
-            "leave them out, and `mtcli eval` each trial",
+            "leave [[eval]] out, and `mtcli eval` each trial",
         ),
         "phase": (
             config.phase,
             f"{len(config.phase)} phases change one model's batches",
-            "leave them out",
+            "leave [[phase]] out",
         ),
         "train.ema": (
             train.ema,

@@ -203,7 +203,7 @@ def _require_flags(request: SweepRequest) -> None:
     fields, problems = request.varied_fields, []
     if request.hyperband and request.median:
         message = "Hyperband and the median rule both stop trials"
-        problems += [Problem(message, "leave one of them out", "--median")]
+        problems += [Problem(message, "leave --hyperband or --median out", "--median")]
     if request.seeds and "seed" in fields:
         hint = "leave out --seeds, or --vary seed"
         problems += [Problem("seed is varied, and --seeds varies it too", hint, "--seeds")]
@@ -213,7 +213,7 @@ def _require_flags(request: SweepRequest) -> None:
         problems += [Problem(message, hint, "--shared-batches")]
     elif request.shared_batches and not (request.seeds or "seed" in fields):
         message = "all trials have one seed, and read the same data without it"
-        hint = "leave it out; or --seeds K, or --vary seed=A,B"
+        hint = "leave --shared-batches out; or --seeds K, or --vary seed=A,B"
         problems += [Problem(message, hint, "--shared-batches")]
     if not fields and (request.random or not request.seeds):
         hint = "--vary optimizer.lr=1e-3,3e-3 or LOW..HIGH; --seeds K trains one config K times"

@@ -111,7 +111,7 @@ def new_ids(config: RunConfig) -> range:
     size, stated = extended_size(start.tokenizer_folder, texts), config.model.vocab_size
     if stated < size:
         message = f"vocab_size={stated}, and the tokenizer has {size} ids with train.new_tokens"
-        raise wrong(message, f"leave it out, or {size} or more", "model.vocab_size")
+        raise wrong(message, f"leave model.vocab_size out, or {size} or more", "model.vocab_size")
     return range(size - len(texts), size)
 
 

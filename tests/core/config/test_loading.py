@@ -138,7 +138,8 @@ def test_an_illegal_value_is_named_beside_what_it_should_be(config_file):
     said = _message(config_file(MODEL), "parallel.schedule=1f2b")
     assert "'1f2b' should be 'gpipe', '1f1b', 'interleaved' or 'zero_bubble'" in said
     assert _message(config_file(MODEL + '[train]\ntrackers = "wandb"\n')) == (
-        "error: train.trackers: 'wandb' should be a list\n\nhint: trackers = ['wandb']"
+        "error: train.trackers: 'wandb' should be a list\n\n"
+        "hint: --set \"train.trackers=['wandb']\""
     )
 
 

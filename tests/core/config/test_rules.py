@@ -48,7 +48,8 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_world_divides": (
         ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
         "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
-        "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6"),
+        "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6; for 1: "
+        "--set parallel.tp=1 --set parallel.pp=1"),
     "validation_sets_have_names": (
         ["data.valid.a/b=x"], 1, "data.valid", "a validation set is called 'a/b'",
         "letters, digits, - and _, such as wiki"),
@@ -84,7 +85,7 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "parallel.sequence_parallel",
         "sequence_parallel=false with tp_mode='2d' of 2 x 2 ranks: between layers its ranks always "
         "hold other sequences and columns, and none replicates activations",
-        "leave it out, or tp_mode '1d'"),
+        "parallel.sequence_parallel = true, or tp_mode = '1d'"),
     "rows_share_micro_batches": (
         ["parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=3"], 4,
         "batch.micro_batch_size",
@@ -192,11 +193,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_norms_have_their_parts": (
         ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
         "norm_bias=true with norm='rmsnorm', which has none",
-        "model.norm = 'layernorm', or leave it out"),
+        "model.norm = 'layernorm', or norm_bias = false"),
     "_latents_have_heads": (
         [*MLA, "model.num_kv_heads=2"], 1, "model.num_kv_heads",
         "num_kv_heads=2 with model.mla, whose heads come from latents",
-        "num_kv_heads = 8, or leave it out"),
+        "num_kv_heads = 8, or leave model.num_kv_heads out"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),
@@ -222,7 +223,8 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "global_batch_size 15 or 18"),
     "_adapters_fit": (
         ["lora.rank=4", 'lora.targets=["q_prj"]'], 1, "lora.targets",
-        "there is no target 'q_prj' in this model", "known: c_attn, c_proj, c_fc"),
+        "there is no target 'q_prj' in this model",
+        "--set \"lora.targets=['c_attn']\"; known: c_attn, c_proj, c_fc"),
     "_weights_are_compiled": (
         ["train.compile=true", "parallel.pp=2", "parallel.schedule=zero_bubble"], 2,
         "train.compile",
@@ -260,7 +262,7 @@ ALSO = {  # further branches of the same rules
         ["sync.method=onebit", "sync.replicas=2", "optimizer.name=lamb",
          "optimizer.group=[{match=['embedding']}]"], 2, "sync.method",
         "method='onebit' with [[optimizer.group]]: it updates all parameters alike",
-        "leave the groups out, or sync.method = 'all_reduce'"),
+        "leave [[optimizer.group]] out, or sync.method = 'all_reduce'"),
     "new tokens differ": (
         ["train.new_tokens=['<b>', '<a>', '<b>']", "train.init=weights"], 1, "train.new_tokens",
         "new_tokens=['<b>', '<a>', '<b>'] has '<b>' twice", "texts that differ"),
@@ -270,7 +272,7 @@ ALSO = {  # further branches of the same rules
     "new tokens are of language models": (
         ["train.new_tokens=['<a>']", "train.init=weights", "model.architecture=bert"], 1,
         "train.new_tokens", "new_tokens=['<a>'] with head='mlm'",
-        "they are for language models: leave them out"),
+        "leave train.new_tokens out: they are for language models"),
     "new tokens extend the tokenizer of the weights": (
         ["train.new_tokens=['<a>']", "train.init=weights", "data.tokenizer=other"], 1,
         "train.new_tokens", "new_tokens=['<a>'] with data.tokenizer='other'",
@@ -304,12 +306,14 @@ ALSO = {  # further branches of the same rules
         ["model.norm_order=post", "model.first_attention_norm=false"], 1,
         "model.first_attention_norm",
         "first_attention_norm=false with norm_order='post', where no norm is attention's alone",
-        "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"),
+        "norm_order = 'pre' or 'sandwich' without parallel_residual, or "
+        "first_attention_norm = true"),
     "a first norm of both": (
         ["model.parallel_residual=true", "model.first_attention_norm=false"], 1,
         "model.first_attention_norm",
         "first_attention_norm=false with parallel_residual=true, where no norm is attention's "
-        "alone", "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"),
+        "alone", "norm_order = 'pre' or 'sandwich' without parallel_residual, or "
+        "first_attention_norm = true"),
     "no layer ahead of the logits": (
         ["model.transform_bias=false"], 1, "model.transform_bias",
         "transform_bias=false with head='lm', which has no such layer",
@@ -355,7 +359,7 @@ ALSO = {  # further branches of the same rules
         "sync.method = 'decentlam' or 'dmsgd', or momentum 0"),
     "neighbours and nesterov": (
         [*SGD, "optimizer.nesterov=true", "sync.method=dmsgd"], 4, "optimizer.nesterov",
-        "nesterov=true with method='dmsgd', whose momentum is plain", "leave it out"),
+        "nesterov=true with method='dmsgd', whose momentum is plain", "optimizer.nesterov = false"),
     "a machine in a ring": (
         [*SGD, "sync.method=dmsgd", "sync.machine_size=2"], 4, "sync.machine_size",
         "machine_size=2 with topology='ring', which has none",
@@ -372,7 +376,7 @@ ALSO = {  # further branches of the same rules
     "an outer momentum that error feedback replaces": (
         ["sync.method=diloco", "sync.top_k=0.02", "sync.outer_momentum=0.5"], 1, "sync.top_k",
         "outer_momentum=0.5 with top_k=0.02, whose error feedback takes its place",
-        "leave it out, or sync.quantise in place of top_k"),
+        "leave sync.outer_momentum out, or sync.quantise in place of top_k"),
     "odd heads cannot turn": (
         ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
         "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),
@@ -487,7 +491,8 @@ ALSO = {  # further branches of the same rules
     "a world smaller than a model": (
         ["parallel.tp=4"], 2, "parallel",
         "tp*cp*pp = 4*1*1 = 4 does not divide the world of 2 ranks",
-        "run 4 ranks (--nproc), or choose tp*cp*pp among 1 or 2"),
+        "run 4 ranks (--nproc), or choose tp*cp*pp among 1 or 2; for 1: "
+        "--set parallel.tp=1"),
     "expert axes of a dense model": (
         ["parallel.ep=2"], 2, "parallel.ep",
         "ep=2 etp=1 cut experts, and num_experts=0",

@@ -77,7 +77,8 @@ WRONG = {
         "normalize_top_k=true, so that"),
     "a capacity that drops tokens": (
         "capacity_factor=1.25", "capacity_factor=1.25 drops tokens, which meet no MLP then",
-        "4 or more; or leave it out and train with --set model.capacity_factor=1.25, which"),
+        "4 or more; or leave capacity_factor out and train with --set "
+        "model.capacity_factor=1.25, which"),
     "no experts": ("num_experts=0", "num_experts is 0", "such as num_experts=8,top_k=2"),
 }  # fmt: skip
 ILLEGAL = {

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import Indexed, token_dtype
+from mtcli.core.data.tokenized import is_text
 
 
 @pytest.mark.parametrize("vocab", [65499, 65500])
@@ -120,3 +122,19 @@ def test_tokens_that_are_cut_short_are_refused(make_dataset):
     expected = f"is {total} bytes, and its index says {total} tokens of 2 bytes = {2 * total}"
     with pytest.raises(MtcliError, match=f"{expected}: 1 bytes each"):
         Indexed(prefix)
+
+
+def test_a_folder_of_data_sets_is_answered_with_the_prefixes_in_it(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    for name in ("a", "b"):
+        write_dataset(tmp_path / "pairs" / name, [np.arange(3)], np.dtype(np.uint16))
+    (tmp_path / "pairs" / "half.idx").write_bytes(b"")
+    with pytest.raises(MtcliError) as caught:
+        Indexed(tmp_path / "pairs")
+    (problem,) = caught.value.problems
+    assert "is a folder of data sets, and none itself" in problem.message
+    prefixes = f"{tmp_path}/pairs/a, {tmp_path}/pairs/b"
+    assert problem.hint == f"name the prefix of a pair: {prefixes}"
+    assert not is_text(str(tmp_path / "pairs"))
+    (tmp_path / "pairs" / "more.txt").write_text("text\n")
+    assert is_text(str(tmp_path / "pairs")), "a folder may have text beside data sets"

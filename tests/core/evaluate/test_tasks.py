@@ -31,8 +31,9 @@ def test_the_papers_tasks_are_there():
     "specs, message, hint",
     [
         ([], "no task is given, at least 1 is needed", "wikitext103=PATH"),
-        (["lambda=x"], "there is no task 'lambda'", "did you mean 'lambada'?"),
-        (["wikitext=x"], "there is no task 'wikitext'", "did you mean 'wikitext103'?"),
+        (["lambda=x"], "there is no task 'lambda'", "did you mean lambada=PATH? the"),
+        (["lambda="], "there is no task 'lambda'", "did you mean lambada=PATH? the"),
+        (["wikitext=x"], "there is no task 'wikitext'", "did you mean wikitext103=PATH? the"),
         (["zzz=x"], "there is no task 'zzz'", "race=PATH"),
         (["race=none"], "race: none does not exist", "the folder it is in"),
         (["race"], "race has no path", "race=PATH"),

@@ -8,8 +8,15 @@ import pytest
 from run_folders import lock, lock_dead, lock_elsewhere, write_checkpoint, write_run
 
 from mtcli.core.checkpoint.retention import lock_for_reading
-from mtcli.core.runs.prunable import UNUSED_SECONDS, find_caches, find_prunable, free
+from mtcli.core.runs.prunable import (
+    UNUSED_SECONDS,
+    find_caches,
+    find_prunable,
+    find_tokens,
+    free,
+)
 from mtcli.core.runs.run_search import find_runs
+from mtcli.core.runtime.work_folder import MARK
 from mtcli.core.training.run_lock import lock_folder
 
 TEMPORARY = ".metrics.0123456789abcdef.jsonl"
@@ -153,14 +160,36 @@ def test_unfinished_work_that_a_process_has_locked_stays(runs, notes):
 
 def test_caches_that_nothing_used_for_a_week_are_freed(tmp_path, notes, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("rehearsals", "searches", "eval", "mine"):
+    for name in ("rehearsals", "searches", "eval", "mine", "tokenizers"):
         (tmp_path / "mtcli" / name).mkdir(parents=True)
         (tmp_path / "mtcli" / name / "x.json").write_text(json.dumps(name))
     now = (tmp_path / "mtcli" / "eval" / "x.json").stat().st_atime
     assert find_caches(now + UNUSED_SECONDS - 60) == []
     found = find_caches(now + UNUSED_SECONDS + 60)
     assert [str(one.path.relative_to(tmp_path / "mtcli")) for one in found] == [
-        "eval/x.json", "rehearsals/x.json", "searches/x.json"
+        "eval/x.json", "rehearsals/x.json", "searches/x.json", "tokenizers/x.json"
     ]  # fmt: skip
-    assert free(found, notes.append) == len('"eval""rehearsals""searches"')
+    assert free(found, notes.append) == len('"eval""rehearsals""searches""tokenizers"')
     assert [path.name for path in (tmp_path / "mtcli").rglob("x.json")] == ["x.json"]
+
+
+def test_tokens_of_a_text_that_no_run_names_are_freed_after_a_week(tmp_path, notes):
+    folder, old, used = tmp_path / "a.txt.tokenized", "0" * 16, "1" * 16
+    folder.mkdir()
+    (folder / MARK).write_text("mark")
+    for key in (old, used, "mine"):
+        (folder / f"{key}.tokenizer").mkdir()
+        (folder / f"{key}.tokenizer" / "tokenizer.json").write_text("12345")
+        for suffix in (".bin", ".idx", ".json"):
+            (folder / f"{key}{suffix}").write_text("123")
+    runs = [write_run(tmp_path / "run", 2, data={"train": [str(folder / used)]})]
+    now = (folder / f"{old}.bin").stat().st_atime
+    assert find_tokens(runs, now + UNUSED_SECONDS - 60) == []
+    found = find_tokens(runs, now + UNUSED_SECONDS + 60)
+    names = [f"{old}{suffix}" for suffix in (".bin", ".idx", ".json", ".tokenizer")]
+    assert [one.path.name for one in found] == names and {one.kind for one in found} == {"cache"}
+    assert free(found, notes.append) == 3 * 3 + 5 and notes == []
+    left = {path.name for path in folder.iterdir()}
+    assert len(left) == 9 and MARK in left and not any(name.startswith(old) for name in left)
+    (folder / MARK).unlink()
+    assert find_tokens(runs, now + 9 * UNUSED_SECONDS) == [], "a folder without mtcli's mark"

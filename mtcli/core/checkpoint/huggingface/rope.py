@@ -134,5 +134,5 @@ def _number(given: Table, ours: str, outer: Table, kind: str) -> Any:
     outer_value = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
     if outer_value != given[name]:
         both = f"{shown(given[name])} in rope_scaling and {shown(outer_value)} beside it"
-        raise wrong(f"{name} is {both}", "leave one of them out")
+        raise wrong(f"{name} is {both}", f"leave one {name} of config.json out")
     return given[name]

@@ -94,7 +94,11 @@ def read_race_examples(
     if faults and not room.skip_bad:
         raise refusal(faults, path, len(examples), field)
     if not examples:
-        raise wrong(f"{path} has no question: all {len(faults)} are bad", "mend them", field)
+        raise wrong(
+            f"{path} has no question: all {len(faults)} are bad",
+            "mend the files that are named above",
+            field,
+        )
     return Examples(examples, _by_kind(faults), files, (ended[0], ended[1]))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.schema import EvalConfig
-from mtcli.core.config.synonyms import closest
+from mtcli.core.config.synonyms import nearest
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.loglikelihood import Score
@@ -90,7 +90,8 @@ def _problem(spec: str) -> Problem | None:
         return None if named else Problem(f"{spec} names no task", USAGE, "--task")
     is_file = name.endswith(SUFFIX)
     if not is_file and name not in (*TASKS, *OF_ENCODERS):
-        hint = f"the tasks are {USAGE}{closest(name, (*TASKS, *OF_ENCODERS))}"
+        near = nearest(name, (*TASKS, *OF_ENCODERS))
+        hint = f"did you mean {near}=PATH? " * bool(near) + f"the tasks are {USAGE}"
         return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
         return Problem(f"{spec} has no path", f"{name}=PATH", "--task")
