@@ -3,6 +3,8 @@ models, and the arithmetic of the format."""
 
 import json
 import struct
+from contextlib import closing, contextmanager
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from command_line import mtcli
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.gguf.metadata import architecture_of, facts_of, notes
-from mtcli.core.convert.gguf.token_table import vocabulary_of
+from mtcli.core.convert.gguf.token_table import PATTERNS, name_of, vocabulary_of
 from mtcli.core.convert.gguf.write import plan_gguf, to_gguf
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
 
@@ -327,3 +329,116 @@ def test_the_command_writes_verifies_and_replaces_nothing_else(folders, tmp_path
     assert (tmp_path / "text.gguf").read_text() == "mine"
     done = mtcli("shard", folders["qwen3"], "x.gguf", "--dtype", "bf16", "--force", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+in_llama = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+# llama.cpp looks up GELU in a table of float16 numbers.
+WITH_GELU = ("gpt2", "gemma2", "gemma3", "phi")
+
+
+@in_llama
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_has_the_logits_and_the_greedy_tokens_of_transformers(folders, tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    write(folders[name], tmp_path / "x.gguf")
+    with in_llama_cpp(tmp_path / "x.gguf") as model:
+        ids = torch.randint(300, (1, 40), generator=torch.Generator().manual_seed(3))
+        model.eval(ids[0].tolist())
+        found = torch.tensor(model.scores[:40])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folders[name]).eval()(ids).logits[0]
+    assert torch.equal(found.argmax(1), expected.argmax(1))
+    off = float((found - expected).abs().max() / expected.abs().max())
+    assert off < (1e-3 if name in WITH_GELU else 5e-6)
+
+
+@in_llama
+@pytest.mark.parametrize("kind", ["gpt-2", "spm", "spm with a space ahead", *PATTERNS.values()])
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(folders, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = of_kind(kind)
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.resize_token_embeddings(tokenizer.vocab_size + 3)
+    model.save_pretrained(tmp_path / kind)
+    tokenizer.save(tmp_path / kind)
+    write(tmp_path / kind, tmp_path / "x.gguf", verify=False)
+    with in_llama_cpp(tmp_path / "x.gguf", vocab_only=True) as model:
+        for text in TEXTS:
+            if kind in APPROXIMATE and "\u0301" in text:
+                continue
+            ids = model.tokenize(text.encode(), add_bos=False, special=True)
+            assert ids == [*tokenizer.encode(text)], text
+
+
+@contextmanager
+def in_llama_cpp(path, **options):
+    """A file in llama.cpp, with keys and values in float32."""
+    import llama_cpp
+
+    wide = {"type_k": 0, "type_v": 0}
+    model = llama_cpp.Llama(
+        str(path), n_ctx=64, logits_all=True, n_threads=1, verbose=False, **wide, **options
+    )
+    with closing(model):
+        yield model
+
+
+# Patterns with combining marks among letters, which llama.cpp's own have not.
+APPROXIMATE = ("gpt-4o", "tekken")
+TEXTS = (
+    "Hello world", "  two  spaces", "I'm sure you'LL don't", "12345 67 8", "a\n\n\nb \n c\t\td",
+    "naïve café — “quotes” … ×10⁵", "日本語 テスト 中文", "x=1;y=[2,3]//z", "ONE Two tHree",
+    "<s>hi</s> there", "🙂🙂 emoji", "a b", "e\u0301", "end ", "the hat and the rat",
+)  # fmt: skip
+
+
+def of_kind(kind):
+    """A tokenizer of a way to split words that has a name in llama.cpp."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import pre_tokenizers as pre
+
+    from mtcli.core.data.tokenize import Tokenizer as Ours
+
+    roles = {"bos_token": "<s>", "eos_token": "</s>"}
+    lines = [*TEXTS, "the cat sat on the mat, the hat and the rat", "two spaces, sure"] * 9
+    if kind.startswith("spm"):
+        trained = Tokenizer(models.BPE(unk_token="<unk>"))
+        trained.pre_tokenizer = pre.Split(Regex("▁"), "merged_with_next")
+        special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, limit_alphabet=40)
+        trained.train_from_iterator([line.replace(" ", "▁") for line in lines], trainer)
+        table = json.loads(trained.to_str()) | {"pre_tokenizer": None}
+        table["model"] |= {"byte_fallback": True, "fuse_unk": True}
+        table["added_tokens"] = table["added_tokens"][:3]
+        backend = Tokenizer.from_str(json.dumps(table))
+        spaces = normalizers.Replace(" ", "▁")
+        ahead = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        backend.normalizer = spaces if kind == "spm" else ahead
+        return Ours(backend, roles | {"unk_token": "<unk>"})
+    backend = Tokenizer(models.BPE())
+    split = [pre.Split(Regex(word), "isolated") for word, name in PATTERNS.items() if name == kind]
+    bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=not split)
+    backend.pre_tokenizer = pre.Sequence([*split, bytewise]) if split else bytewise
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+    )
+    backend.train_from_iterator(lines, trainer)
+    return Ours(backend, roles)
+
+
+def test_a_model_is_named_after_phi_3_where_it_has_its_tokens(folders, tmp_path):
+    """llama.cpp reads Phi-3's special tokens of any model whose name has phi-3."""
+    tokenizer = train_tokenizer(["the cat sat"] * 9, 260)
+    plain = vocabulary_of(tokenizer, 300, None)
+    tokens = ["</s>", "<unk>", "<s>", "<|endoftext|>"]
+    phi = plain._replace(tokens=tokens)
+    assert name_of("Phi-3-mini", "phi3", phi) == "Phi-3-mini"
+    assert name_of("mine", "phi3", phi) == "phi-3 mine" and name_of("mine", "llama", phi) == "mine"
+    assert name_of("my-phi3", "phi3", plain) == name_of("phi-3", "llama", plain) == "model"
+    assert name_of("mine", "phi3", plain) == "mine"
+    write(folders["phi3"], tmp_path / "x.gguf")
+    assert field(tmp_path / "x.gguf", "general.name") == "model"

@@ -72,6 +72,15 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, template: str | None) -> Voca
     return Vocabulary(facts, tokens, types, [], ranked)
 
 
+def name_of(name: str, architecture: str, vocabulary: Vocabulary) -> str:
+    """Words a model's name in its file, by which llama.cpp knows Phi-3's vocabulary: it strips
+    spaces behind special tokens of a model that is named so, and loads none that lacks them."""
+    is_named = any(word in name.lower() for word in ("phi-3", "phi3"))
+    if not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= {*vocabulary.tokens}:
+        return "model" if is_named else name
+    return f"phi-3 {name}" if architecture == "phi3" and not is_named else name
+
+
 HINT = "byte-level BPE and SentencePiece's BPE have; --to hf keeps any"
 
 

@@ -24,7 +24,7 @@ from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.untrusted import open_untrusted
 from mtcli.core.convert.gguf.metadata import architecture_of, facts_of, notes
 from mtcli.core.convert.gguf.tensors import GgufTensor, gguf_tensors
-from mtcli.core.convert.gguf.token_table import vocabulary_of
+from mtcli.core.convert.gguf.token_table import name_of, vocabulary_of
 from mtcli.core.convert.to_mtcli import original_config
 from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.tokenize import load_tokenizer
@@ -141,18 +141,20 @@ def _write(source: Checkpoint, path: Path, plan: GgufPlan) -> None:
 def _describe(writer: Any, source: Checkpoint, plan: GgufPlan) -> None:
     """Adds the keys of the model and of its vocabulary."""
     model = source.model
-    writer.add_name(source.folder.absolute().name)
+    name = source.folder.absolute().name
     writer.add_file_type(TYPES[plan.dtype][1])
     writer.add_quantization_version(2)
     for key, value in facts_of(model, plan.architecture).items():
         _add(writer, f"{plan.architecture}.{key}", value)
     folder = source.tokenizer_folder
     if folder is None:
+        writer.add_name(name)
         writer.add_tokenizer_model("no_vocab")
         return
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, tokenizer.config)
     vocabulary = vocabulary_of(tokenizer, model.vocab_size, template.source if template else None)
+    writer.add_name(name_of(name, plan.architecture, vocabulary))
     for key, value in vocabulary.facts.items():
         _add(writer, f"tokenizer.{key}", value)
     writer.add_token_list(vocabulary.tokens)
