@@ -1,12 +1,13 @@
-"""Tokens per second of `generate`, of transformers and of ctranslate2, side by side.
+"""Tokens per second of `generate`, transformers, ctranslate2 and llama.cpp, side by side.
 
 Random-init models: GPT-2 124M, or --size 1.1b (TinyLlama's shape), from one Hugging Face folder.
 Prompts of --prompt-tokens are continued greedily by --tokens each, --prompts of them together.
 Each run is a process of its own, in turn, and times one call after a warm-up: prompts are read in
 it, imports and loading are left out. Texts are compared first. The floor beside each is the time
-that one core takes to read the weights of all GEMMs once for each new token. ctranslate2 is left
-out where it is not installed, and llama.cpp, whose package has no wheels on PyPI, everywhere. On a
-machine that others use too, --threads 1 and the processor time tell more than the wall clock.
+that one core takes to read the weights of all GEMMs once for each new token. ctranslate2 and
+llama-cpp-python are left out where they are not installed; the latter's Python continues one text
+at a time, and its int8 is q8_0. On a machine that others use too, --threads 1 and the processor
+time tell more than the wall clock.
 
     python benchmarks/bench_generate.py [--size 1.1b] [--prompts 1 8 64] [--repeats 5]
 """
@@ -26,8 +27,10 @@ from runs import answer
 
 # Of each contender: the package that it needs.
 PACKAGES = {"mtcli": "mtcli", "transformers": "transformers", "ctranslate2": "ctranslate2"}
+PACKAGES |= {"llama.cpp": "llama_cpp"}
 CONTENDERS = ("mtcli fp32", "mtcli bf16", "mtcli int8", "transformers fp32", "transformers bf16")
 CONTENDERS += ("ctranslate2 fp32", "ctranslate2 int8")
+CONTENDERS += ("llama.cpp fp32", "llama.cpp bf16", "llama.cpp int8")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # of a weight
 BANDWIDTH_BYTES = 512 << 20  # read to measure it
@@ -43,7 +46,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         numbers = make_model(Path(folder), arguments)
         for count in arguments.prompts:
-            runs = {name: [] for name in names}
+            runs = {name: [] for name in names if count == 1 or not name.startswith("llama.cpp")}
             for name in in_turn(runs, arguments.repeats):
                 runs[name].append(found := spawn(name, count, folder, arguments))
                 say(f"{name:18} {found['seconds']:8.2f} s {found['cpu_seconds']:8.2f} cpu s")
@@ -91,6 +94,9 @@ def make_model(folder, arguments):
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "t0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
     tokenizer.save_pretrained(folder / "model")
+    (folder / "weights").mkdir()  # without a tokenizer, as GGUF has no such one
+    for name in ("config.json", "model.safetensors"):
+        (folder / "weights" / name).hardlink_to(folder / "model" / name)
     tables = [id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     head = model.get_output_embeddings().weight
@@ -112,8 +118,8 @@ def work(arguments):
     draw, (count,) = random.Random(0), arguments.prompts
     prompts = [[draw.randrange(1024) for _ in range(arguments.prompt_tokens)] for _ in range(count)]
     name, weights = arguments.worker.split()
-    contender = {"mtcli": ours, "transformers": transformers, "ctranslate2": ctranslate2}[name]
-    contender(weights, prompts, arguments)
+    contenders = {"mtcli": ours, "transformers": transformers, "ctranslate2": ctranslate2}
+    (contenders | {"llama.cpp": llama_cpp})[name](weights, prompts, arguments)
 
 
 def measure(generate):
@@ -179,6 +185,29 @@ def ctranslate2(weights, prompts, arguments):
     def generate():
         found = model.generate_batch(words, **count, include_prompt_in_result=False)
         return [text.sequences_ids[0] for text in found]
+
+    measure(generate)
+
+
+def llama_cpp(weights, prompts, arguments):
+    from llama_cpp import Llama
+
+    from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.convert.gguf.write import plan_gguf, to_gguf
+
+    file = arguments.folder / f"{weights}.gguf"
+    if not file.exists():
+        source = open_checkpoint(arguments.folder / "weights")
+        dtype = {"int8": "q8_0"}.get(weights, weights)
+        to_gguf(source, file, plan_gguf(source, None, dtype), verify=False)
+    (ids,), counts = prompts, arguments.prompt_tokens + arguments.tokens
+    threads = {"n_threads": arguments.threads, "n_threads_batch": arguments.threads}
+    model = Llama(str(file), n_ctx=counts, verbose=False, **threads)
+
+    def generate():
+        model.reset()
+        texts = model.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0)
+        return [[next(texts) for _ in range(arguments.tokens)]]
 
     measure(generate)
 
