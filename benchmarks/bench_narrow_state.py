@@ -23,7 +23,7 @@ from bench_optimizers import SIZES, sweep
 from runs import SMALL, mtcli
 
 BATCH = ("seq_len=128", "micro_batch_size=1", "global_batch_size=8")
-RATES = {"adamw": "4e-3", "muon": "2e-2"}
+RATES = {"adamw": "2e-3", "muon": "2e-2"}
 FORMATS = ("fp32", "bf16")
 # Of Student's distribution, by degrees of freedom.
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
