@@ -429,7 +429,7 @@ def test_text_that_a_run_would_tokenize_first_is_told_with_its_time(capsys, tmp_
     code, out, _ = run(capsys, *words, "--set", "data.tokenizer=bytes", "--json", "-")
     (line,) = json.loads(out)["data"]
     assert code == 0 and re.fullmatch(
-        r"text.txt: 1 files of 0.1 MB, to be tokenized by bytes into text.txt.tokenized "
+        r"text.txt: 1 file of 0.1 MB, to be tokenized by bytes into text.txt.tokenized "
         r"in about 0:00:0\d",
         line,
     )

@@ -73,7 +73,7 @@ def test_every_trial_s_folder_is_that_of_a_run_alone_but_for_who_diverges(tmp_pa
     losses = [trial["loss"] for trial in found["trials"][:4]]
     assert losses == sorted(losses)
     title, *rows = done.stdout.splitlines()
-    assert title.split() == ["trial", "loss,", "last", "10", "valid", "steps", "status"]
+    assert title.split() == ["trial", "loss,", "last", "10", "steps", "status"]
     assert [row.split()[0] for row in rows] == [trial["name"] for trial in found["trials"]]
 
 

@@ -98,7 +98,9 @@ def test_numbers_come_first_and_the_checkpoint_last_on_stdout(base):
     assert "1 rank: tp=1 pp=1 dp=1" in lines[1] and "32 tokens, fp32" in lines[2]
     assert f"run    {STEPS} steps, {STEPS * 32} tokens" in lines
     saves = [
-        line for line in lines if line.startswith("saves  every 2 steps, every 30 min without")
+        line
+        for line in lines
+        if line.startswith("saves  every 2 steps, 30 min after the last save")
     ]
     assert len(saves) == 1
     assert lines[-1] == f"wrote {folder}/checkpoints/step-00000006"

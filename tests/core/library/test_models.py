@@ -113,7 +113,8 @@ def test_ranks_of_torchrun_open_a_model_together(saved, tmp_path):
     script.write_text(
         "import mtcli\n"
         f"with mtcli.open({path!r}, ['parallel.tp=2'], device='cpu') as model:\n"
-        f"    print(model.losses({IDS!r}).sum().item(), flush=True)\n"
+        f"    line = str(model.losses({IDS!r}).sum().item())\n"
+        "    print(line + '\\n', end='', flush=True)\n"  # in one write: torchrun's python is -u
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*command, script], capture_output=True, text=True, timeout=300)
