@@ -23,6 +23,7 @@ from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
     from mtcli.core.config.model import ModelConfig
+    from mtcli.core.evaluate.request import EvalRequest
     from mtcli.core.evaluate.tasks.task import Report
     from mtcli.core.runtime.launch import Runtime
 
@@ -199,16 +200,17 @@ def eval(
         weights=weights,
         chat=chat,
     )
-
-    def work(runtime: "Runtime") -> dict[str, Any] | None:
-        from mtcli.core.evaluate.run import evaluate
-
-        return evaluate(request, runtime, lambda line: echo(line, err=True))
-
-    result = run_ranks(nproc, train, work)
+    result = run_ranks(nproc, train, partial(_evaluate, request))
     if result is None:  # of a launcher, and of every rank but the first
         return
     _print_result(result, str(request.items) if "items" in result else None, json_out)
+
+
+def _evaluate(request: "EvalRequest", runtime: "Runtime") -> dict[str, Any] | None:
+    """Evaluates on this rank; returns the result on the first one, None on others."""
+    from mtcli.core.evaluate.run import evaluate
+
+    return evaluate(request, runtime, lambda line: echo(line, err=True))
 
 
 def _of_harness(names: str) -> list[str]:

@@ -20,7 +20,7 @@ from mtcli.commands.output import echo, refusing, say_wrote, write_json
 if TYPE_CHECKING:
     from mtcli.core.config.schema import RunConfig
     from mtcli.core.data.tokenized import TextData
-    from mtcli.core.plan.answer import PlanAnswer
+    from mtcli.core.plan.answer import PlanAnswer, PlanRequest
     from mtcli.core.rehearse.dry_run import DryRun
 
 OF_PLANS: tuple[str, ...]
@@ -190,10 +190,7 @@ def plan(
         requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
         asked = with_run(asked, tokens, price, minimise, assume)
-        if calibration:
-            from mtcli.core.profile.calibration_file import measured_device
-
-            asked = replace(asked, device=measured_device(asked.device, calibration))
+        asked = _calibrated(asked, calibration) if calibration else asked
         texts = _texts(asked.config) if asked.config else []
         planned = answer(asked, top, rehearsed)
         planned = replace(planned, data=tuple(text.estimate() for text in texts))
@@ -236,6 +233,13 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
         raise MtcliError(*problems)
     assert config is not None
     return config
+
+
+def _calibrated(asked: "PlanRequest", calibration: str) -> "PlanRequest":
+    """Sets the rates that `mtcli calibrate` measured of the device."""
+    from mtcli.core.profile.calibration_file import measured_device
+
+    return replace(asked, device=measured_device(asked.device, calibration))
 
 
 def _texts(config: "RunConfig") -> "list[TextData]":
