@@ -237,7 +237,7 @@ def _require_text(texts: list[str], flag: str) -> None:
 
 
 def _require_stops(stops: list[str]) -> None:
-    """Raises MtcliError for strings that no text ends before: those that are no text, or empty."""
+    """Raises MtcliError for --stop words that are empty, or that UTF-8 cannot encode."""
     _require_text(stops, "--stop")
     if "" in stops:
         raise wrong("an empty text would end every text", '--stop "TEXT", or none', "--stop")

@@ -38,8 +38,8 @@ class PhaseSpan(NamedTuple):
 
 
 def phases_of(config: RunConfig) -> tuple[PhaseSpan, ...]:
-    """Returns the phases of a run in order; one without [[phase]] has one. Those that begin after
-    its end have no steps."""
+    """Returns the phases of a run in order: a single one without [[phase]]. A phase that begins
+    after the end of the run has no steps."""
     spans: list[PhaseSpan] = []
     step = sample = token = 0
     ends = [*(phase.from_tokens for phase in config.phase), None]

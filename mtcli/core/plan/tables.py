@@ -238,7 +238,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 
 def _unit(device: Device) -> str:
-    """What has a rank for itself: a GPU; ranks share a CPU."""
+    """Names what rates are divided by: GPUs, or ranks where these share a CPU."""
     return "rank" if device.name == "cpu" else "GPU"
 
 

@@ -99,7 +99,7 @@ class Board:
 
 
 def rows(records: Sequence[TrialRecord]) -> list[list[str]]:
-    """The table of results, the best trial first, those that were stopped early below."""
+    """Lists the rows of the table of results, in the order of `TrialRecord.order`."""
     table = []
     for record in sorted(records, key=lambda trial: trial.order):
         valid = "" if record.valid_loss is None else f"{record.valid_loss:.4f}"

@@ -51,8 +51,8 @@ def _label(record: TrialRecord) -> str:
 
 
 def _curves(axes: "Axes", ranked: Sequence[TrialRecord], in_row: int) -> None:
-    """The curves by their rank, the best one on top, all named, `in_row` names in a row. Diverged
-    ones end in a cross, and those that were stopped early in a ring."""
+    """The curves by their rank, the best one on top, all named, `in_row` names in a row. A cross
+    ends a diverged one, and a ring one that was stopped early."""
     colors = _colors(ranked)
     for index, record in reversed(list(enumerate(ranked))):
         steps, losses = _means(record.losses)

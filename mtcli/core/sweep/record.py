@@ -50,8 +50,8 @@ class TrialRecord:
 
     @property
     def order(self) -> tuple[int, int, float, str]:
-        """Sort key: trials by score; then those that were stopped early, as their losses are of
-        fewer steps, the longest first; then those that diverged."""
+        """Sorts finished trials by score, then trials stopped early by their length, as losses of
+        fewer steps compare with none, then diverged ones."""
         group = {"stopped": 1, "diverged": 2}.get(self.status, 0)
         steps = len(self.losses) if self.status == "stopped" else 0
         return group, -steps, self.score, self.name
