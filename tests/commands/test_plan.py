@@ -11,6 +11,8 @@ from marks import slow
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.phases import tokens_of
+from mtcli.core.config.loading import load_config
+from mtcli.core.data.tokenized import texts_of
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.search import as_estimated
 
@@ -434,6 +436,11 @@ def test_text_that_a_run_would_tokenize_first_is_told_with_its_time(capsys, tmp_
         line,
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    config = load_config("tiny", ["data.train=text.txt", "data.tokenizer=bytes"])
+    (text,) = texts_of(config, None)
+    text.tokenize(lambda line: None)
+    code, out, _ = run(capsys, *words, "--set", "data.tokenizer=bytes", "--json", "-")
+    assert code == 0 and json.loads(out)["data"] == []
     code, out, error = run(capsys, *words)
     assert code == 2 and not out and "text.txt is text, and no tokenizer is known" in error
 
