@@ -11,7 +11,6 @@ from marks import slow
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.phases import tokens_of
-from mtcli.core.config.loading import load_config
 from mtcli.core.data.tokenized import texts_of
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.search import as_estimated
