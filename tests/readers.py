@@ -44,7 +44,7 @@ from mtcli.core.inference.model import end_ids
 from mtcli.core.profile.finished_run import read_run, summary_of
 from mtcli.core.runs.loss_curves import read_curves
 from mtcli.core.runs.run_search import find_runs
-from mtcli.core.runs.run_summary import summaries, varied_fields
+from mtcli.core.runs.run_summary import varied_fields
 from mtcli.core.runs.run_tables import listed_table
 from mtcli.core.runs.run_watch import RunWatcher, panel
 from mtcli.core.runtime import sandbox
@@ -449,9 +449,11 @@ def run_listing(name):
 
         def check(data):
             (folder / name).write_bytes(data)
-            (run,) = summaries(find_runs(folder))
+            (found,) = find_runs(folder)
+            glance = RunWatcher(found).look()
+            run = glance.run
             assert isinstance(run.step, int) and json_text(run.as_json())
-            assert panel(RunWatcher(folder).look(), 80).count("\n") < 30
+            assert panel(glance, 80).count("\n") < 30
             listed_table([run], varied_fields([run, run._replace(fields={"seed": 1})]))
 
         return check, [(folder / name).read_bytes()]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tiny import metrics
 
 pytestmark = pytest.mark.gpu
@@ -22,12 +23,13 @@ def losses(tmp_path):
     )
     mtcli("preprocess", "text.txt", "--output", "text", "--tokenizer", "bytes", folder=tmp_path)
 
-    def train(device, precision, *more):
+    def train(device, precision, *more, ranks=1):
         ways = [name for name in ("compile", "cuda_graphs") if f"train.{name}=true" in more]
         output = "-".join([device, precision, *ways])
         fields = [*SMALL, *more, f"train.device={device}", f"train.output={output}"]
         flags = [word for field in fields for word in ("--set", field)]
-        mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
+        flags += ["--set", f"train.precision={precision}", "--nproc", str(ranks)]
+        mtcli("train", "tiny", *flags, folder=tmp_path)
         return [row["loss"] for row in metrics(tmp_path / output)]
 
     return train
@@ -64,6 +66,15 @@ def test_a_compiled_run_has_the_losses_of_the_run_as_written(losses, kind):
 def test_a_run_from_cuda_graphs_has_the_losses_of_the_run_as_written(losses, more):
     written = losses("cuda", "fp32", *more)
     replayed = losses("cuda", "fp32", *more, "train.cuda_graphs=true")
+    assert replayed == pytest.approx(written, rel=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("kind", ["gpt", "mixtral"])
+def test_graphs_of_two_gpus_hold_their_tensor_parallel_collectives(losses, kind):
+    layout = [*KINDS[kind], "parallel.tp=2"]
+    written = losses("cuda", "fp32", *layout, ranks=2)
+    replayed = losses("cuda", "fp32", *layout, "train.cuda_graphs=true", ranks=2)
     assert replayed == pytest.approx(written, rel=1e-6)
 
 

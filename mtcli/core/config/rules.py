@@ -365,12 +365,13 @@ def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that CUDA graphs replay the same launches on one GPU at every step."""
+    """Checks that CUDA graphs replay the same launches at every step."""
     p, m, t = config.parallel, config.model, config.train
     if not t.cuda_graphs:
         return
-    sizes = {name: getattr(p, name) for name in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+    sizes = {name: getattr(p, name) for name in ("cp", "pp", "vpp", "ep", "etp")}
     broken = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    broken += [f"tp_mode={p.tp_mode!r}"] if p.grid_rows > 1 else []
     # Which copies it drops decides how many rows there are.
     broken += [f"capacity_factor={m.capacity_factor}"] if m.capacity_factor else []
     broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
@@ -380,10 +381,10 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
     broken += ["device='cpu'"] if t.device == "cpu" else []
     if broken:
         yield Problem(
-            f"cuda_graphs=true with {', '.join(broken)}: what is replayed runs on one GPU, "
-            "exchanges nothing and asks no tensor for its values",
-            "train.cuda_graphs = false, or data parallel GPUs with zero 0 or 1, and no expert "
-            "capacity",
+            f"cuda_graphs=true with {', '.join(broken)}: what is replayed is one stage, "
+            "exchanges nothing but among tp GPUs and asks no tensor for its values",
+            "train.cuda_graphs = false, or data and tensor parallel GPUs with zero 0 or 1, and no "
+            "expert capacity",
             "train.cuda_graphs",
         )
 

@@ -376,7 +376,7 @@ class TrainConfig(Section):
     compile: bool = False
     """train, sweep and profile through torch.compile; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False
-    """replay a micro-batch's forward and backward as CUDA graphs; dp alone, no expert capacity"""
+    """replay a micro-batch's forward and backward as CUDA graphs; dp and tp, no expert capacity"""
     save_every: Whole = 0
     """steps between checkpoints; 0 saves by time, and at the end"""
     save_minutes: Annotated[Real, Field(ge=0.0, le=1e6)] = 30.0

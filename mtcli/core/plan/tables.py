@@ -265,7 +265,7 @@ def _host(p: Prediction) -> str:
     work, (host, busy) = p.work, (p.costs.host.total * 1e3, p.costs.busy.total * 1e3)
     ways = ["larger micro-batches"] + ["less tp"] * (work.layout.tp > 1)
     ways += [] if work.compile else ["train.compile=true"]
-    ways += [] if work.cuda_graphs or work.layout.tp > 1 else ["train.cuda_graphs=true"]
+    ways += [] if work.cuda_graphs else ["train.cuda_graphs=true"]
     return f"a block takes it {host:.2g} ms, and the GPU {busy:.2g} ms; help: {', '.join(ways)}"
 
 

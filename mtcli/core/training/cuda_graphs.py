@@ -2,7 +2,8 @@
 
 A replay launches all kernels of an op at once, so a GPU never waits for the host between them.
 Graphs read and write the same memory each time: a micro-batch's tensors are copied into the
-recorded inputs, and gradients are added to buckets that begin at zero.
+recorded inputs, and gradients are added to buckets that begin at zero. Tensor parallel collectives
+are part of the graphs (NCCL's can be recorded); all ranks of tp record and replay in one order.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 
 WARM_UPS = 2  # the first run chooses and compiles kernels, and libraries allocate in it
 
@@ -37,6 +39,10 @@ class CudaGraphs:
     Each warm-up begins a new pool; the previous one is freed with its graphs.
     """
 
+    def __init__(self, calls: FlightRecorder) -> None:
+        """`calls` has the collectives of this rank."""
+        self.calls = calls
+
     @contextmanager
     def warm_up(self) -> Iterator[None]:
         """Runs the context on a side stream, as recording does."""
@@ -52,9 +58,18 @@ class CudaGraphs:
     def record(self, run: Run) -> Run:
         """Records `run` as a graph; other threads (the reader's) may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with (
+            self.calls.in_graph() as note_calls,
+            torch.cuda.graph(graph, pool=self.pool, capture_error_mode=mode),
+        ):
             run()
-        return graph.replay
+
+        def replay() -> None:
+            note_calls()
+            graph.replay()
+
+        return replay
 
 
 class CudaGraphPipeline:

@@ -270,7 +270,9 @@ class Trainer:
             hint = "set train.cuda_graphs = false"
             message = "cuda_graphs=true, and there is no CUDA device here"
             raise wrong(message, hint, "train.cuda_graphs")
-        return CudaGraphPipeline(self.pipeline, self.begin_from_zero, CudaGraphs())
+        return CudaGraphPipeline(
+            self.pipeline, self.begin_from_zero, CudaGraphs(self.groups.world.recorder)
+        )
 
     def begin_from_zero(self) -> None:
         """Resets the gradients and the loads of experts that micro-batches add to."""

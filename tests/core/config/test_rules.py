@@ -232,13 +232,13 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "and zero_bubble computes the gradients of weights later",
         "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'"),
     "_graphs_are_the_same_each_time": (
-        ["train.cuda_graphs=true", "train.device=cpu", "parallel.tp=2", "parallel.zero=3",
+        ["train.cuda_graphs=true", "train.device=cpu", "parallel.cp=2", "parallel.zero=3",
          "model.attention_dropout=0.1", "model.capacity_factor=1.25"], 2, "train.cuda_graphs",
-        "cuda_graphs=true with tp=2, capacity_factor=1.25, attention_dropout=0.1, zero=3, "
-        "device='cpu': what is "
-        "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
-        "train.cuda_graphs = false, or data parallel GPUs with zero 0 or 1, and no expert "
-        "capacity"),
+        "cuda_graphs=true with cp=2, capacity_factor=1.25, attention_dropout=0.1, zero=3, "
+        "device='cpu': what is replayed is one stage, "
+        "exchanges nothing but among tp GPUs and asks no tensor for its values",
+        "train.cuda_graphs = false, or data and tensor parallel GPUs with zero 0 or 1, and no "
+        "expert capacity"),
     "_fp8_has_gemms": (
         ["train.precision=fp8", "model.hidden_size=250"], 1, "train.precision",
         "fp8_scaling='rowwise' takes weights whose rows and columns are multiples of 16, and the "

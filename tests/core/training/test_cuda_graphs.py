@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_ranks
 from tiny import BIASED, GPT, LLAMA, MOE, Samples, Weighted, run_config
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader
@@ -41,9 +43,9 @@ class Again:
         return replay
 
 
-def curve(config, recorder=None, samples=Samples):
+def curve(config, recorder=None, samples=Samples, runtime=ALONE):
     """[(loss, norm)] of three steps, and the spans of the last."""
-    trainer = Trainer(config, ALONE)
+    trainer = Trainer(config, runtime)
     initialise(trainer)
     if recorder:
         trainer.cuda_graphs = CudaGraphPipeline(trainer.pipeline, trainer.begin_from_zero, recorder)
@@ -76,6 +78,32 @@ def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data, 
     expected, replayed = curve(config), curve(config, recorder)
     assert replayed == expected
     assert recorder.events == ["warm up", "record", "record", *["replay"] * (3 * 4 * 2)]
+
+
+def replayed_beside_written(runtime, model, parallel):
+    config = run_config(model | {"num_layers": 2}, parallel=parallel)
+    expected = curve(config, runtime=runtime)
+    once = dict(runtime.recorder.counts)
+    recorder = Again()
+    replayed = curve(config, recorder, runtime=runtime)
+    assert recorder.events.count("replay") == 3 * 4 * 2
+    # Two warm-ups, and a recording that calls nothing here, come on top.
+    assert runtime.recorder.counts["tp"] > 2 * once["tp"]
+    return expected, replayed
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (GPT | {"dropout": 0.2}, {"tp": 2}),
+        (LLAMA, {"tp": 2, "sequence_parallel": False}),
+        (MOE, {"tp": 2}),
+    ],
+    ids=["gpt with dropout", "llama without sequence parallelism", "mixtral"],
+)
+def test_collectives_of_tensor_parallel_ranks_are_replayed_with_their_layers(model, parallel):
+    for expected, replayed in run_ranks(2, replayed_beside_written, model, parallel):
+        assert replayed == expected
 
 
 def test_loss_weights_are_inputs_of_the_graph_and_other_sums_of_them_record_nothing_anew():
@@ -122,13 +150,15 @@ def test_each_recording_has_a_pool_of_its_own_which_both_of_its_graphs_share(mon
     monkeypatch.setattr(
         torch.cuda, "graph", lambda graph, pool, **more: pools.append(pool) or nullcontext()
     )
-    recorder = CudaGraphs()
+    calls = FlightRecorder(mark=object)
+    recorder, marks = CudaGraphs(calls), []
     for _ in range(2):
         with recorder.warm_up():
             pass
         for _ in "FB":
-            recorder.record(lambda: None)
+            recorder.record(lambda: marks.append(calls.mark))
     assert pools == [(0, 1), (0, 1), (0, 2), (0, 2)]
+    assert marks == [None] * 4 and calls.mark is object, "marks in a graph could not be read"
 
 
 def test_graphs_without_a_gpu_are_refused():

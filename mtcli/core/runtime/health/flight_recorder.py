@@ -8,7 +8,8 @@ through `queued`. A place in the code is written as `tensor.py:63 in forward`.
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from threading import Lock, get_ident
@@ -122,6 +123,20 @@ class CallObserver(Protocol):
         """Notes the seconds that a thread waited for a call."""
 
 
+class GraphCalls:
+    """The collectives of a CUDA graph, with meta tensors of what they are called on."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, Tensor | None, object]] = []
+
+    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
+        """Keeps a call."""
+        self.calls.append((call, None if x is None else x.to("meta"), detail))
+
+    def waited(self, call: Call, seconds: float) -> None:
+        """Keeps no seconds: nothing is waited for while a graph is recorded."""
+
+
 class CallCounter(Protocol):
     """Counts the bytes of every collective, mtcli's or another library's."""
 
@@ -176,11 +191,31 @@ class FlightRecorder:
         if self.check is not None:
             with call:
                 self.check(call, x, detail)
+        self._note(call, x, detail)
+        return call
+
+    def _note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         if self.traffic is not None:
             self.traffic.note(call, x, detail)
         if self.sync_traffic is not None:
             self.sync_traffic.note(call, x, detail)
-        return call
+
+    @contextmanager
+    def in_graph(self) -> Iterator[Callable[[], None]]:
+        """Records the calls of a CUDA graph, whose marks nobody could read; yields a function that
+        counts their bytes, for each replay."""
+        graph, outside = GraphCalls(), (self.check, self.mark, self.traffic, self.sync_traffic)
+        self.check = self.mark = self.sync_traffic = None
+        self.traffic = graph
+
+        def note_again() -> None:
+            for noted in graph.calls:
+                self._note(*noted)
+
+        try:
+            yield note_again
+        finally:
+            self.check, self.mark, self.traffic, self.sync_traffic = outside
 
     def note_progress(self) -> None:
         """Tells the watchdog that a save makes progress, however long it takes."""

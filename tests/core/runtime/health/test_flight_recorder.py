@@ -3,9 +3,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder, location
+from mtcli.core.runtime.health.traffic import Traffic
 
 
 def axis(recorder, name="tp", ranks=(2, 3), rank=0):
@@ -140,3 +142,28 @@ def test_a_thread_beside_training_is_seen_and_not_compared():
     with recorder.call("all_reduce", axis(recorder)):
         pass
     assert len(compared) == 1 and marked
+
+
+def test_a_graphs_calls_leave_no_mark_and_their_bytes_count_at_each_replay():
+    marks, checked, traffic = [], [], Traffic()
+    recorder = FlightRecorder(
+        check=lambda call, *_: checked.append(call.op), mark=lambda: marks.append("")
+    )
+    tp, x = axis(recorder), torch.zeros(4)
+    with recorder.in_graph() as note_calls, recorder.call("all_gather", tp, x):
+        pass
+    assert not marks and not checked and not recorder.queued
+    recorder.traffic = traffic
+    for _ in range(3):
+        note_calls()
+    assert [(sent.axis, sent.bytes, sent.calls) for sent in traffic.sent] == [("tp", 3 * 16, 3)]
+    with recorder.call("all_gather", tp, x):
+        pass
+    assert marks and recorder.queued and checked == ["all_gather"]
+
+
+def test_a_recording_that_fails_leaves_the_recorder_as_it_was():
+    recorder = FlightRecorder(mark=object)
+    with pytest.raises(RuntimeError), recorder.in_graph():
+        raise RuntimeError("capture")
+    assert recorder.mark is object and recorder.traffic is None
