@@ -6,6 +6,7 @@ Another layout cures a broken rule of this module; `suggest.py` searches for the
 from collections.abc import Callable, Iterator
 from math import isqrt
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.fields import divides, divisors, listing, multiples_around
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
@@ -33,7 +34,8 @@ def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         ones = " ".join(f"--set parallel.{a}=1" for a in ("tp", "cp", "pp") if getattr(p, a) > 1)
         choice = f"choose tp*cp*pp among {listing(cuts)}; for 1: " if len(cuts) > 1 else ""
         yield Problem(
-            f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of {world} ranks",
+            f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of "
+            f"{counted(world, 'rank')}",
             f"run {near} ranks (--nproc), or {choice}{ones}",
             "parallel",
         )
@@ -49,7 +51,8 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
             yield Problem(message, hint, "parallel.ep")
         return
     if world % (p.pp * p.ep * p.etp):
-        message = f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks"
+        ranks = counted(world, "rank")
+        message = f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {ranks}"
         cuts = divisors(max(1, world // p.pp))
         hint = f"choose ep*etp among {listing(cuts)}"
         if cuts == [1]:

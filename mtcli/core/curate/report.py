@@ -109,8 +109,7 @@ def why(stage: dict[str, Any]) -> str:
     ordered = sorted(stage["reasons"].items(), key=lambda item: (-item[1], item[0]))
     words = [f"{reason} {count:,}" for reason, count in ordered]
     if cut := stage["documents_cut"]:
-        pieces = f"{stage['pieces']:,} piece" + "s" * (stage["pieces"] != 1)
-        words.append(f"{cut:,} cut into {pieces} around texts of tasks")
+        words.append(f"{cut:,} cut into {counted(stage['pieces'], 'piece')} around texts of tasks")
     return ", ".join(words)
 
 

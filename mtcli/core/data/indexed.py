@@ -202,7 +202,8 @@ def _not_there(path: Path, prefix: Path) -> tuple[str, str]:
     if prefix.is_dir() or prefix.is_file():
         return f"{prefix} is no data set yet", _preprocess(prefix)
     hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
-    return f"no file {path}", hint + near_path(str(path))
+    where = "" if path.is_absolute() else f"; a relative one begins at {Path.cwd()}"
+    return f"no file {path}", hint + (near_path(str(path)) or where)
 
 
 def pairs_in(folder: str | Path) -> list[str]:

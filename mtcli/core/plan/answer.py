@@ -8,6 +8,7 @@ from math import inf
 from pathlib import PurePath
 from shlex import quote
 
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed, wrong
 from mtcli.core.config.layout_rules import LAYOUT_RULES
 from mtcli.core.config.loading import (
@@ -415,7 +416,8 @@ def _no_layout(config: RunConfig, request: PlanRequest) -> MtcliError:
     near = round_batch(batch, request.world)
     such = f"--global-batch {near}, or another" if near != batch else "a global batch"
     hint = f"{such} that the data ranks divide; or pin fewer fields"
-    message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
+    ranks = counted(request.world, "rank")
+    message = f"no layout of {ranks} cuts this model and global_batch_size={batch}"
     broken = broken_rules(config, request.world)
     if not request.pinned:  # the search has tried every other layout than the config's own
         curable = [problem for rule in LAYOUT_RULES for problem in rule(config, request.world)]

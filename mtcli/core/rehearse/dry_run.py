@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from mtcli.core.config import rules
+from mtcli.core.config.counts import counted
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.memory import Memory, rank_memory
@@ -111,7 +112,9 @@ def dry_run(config: RunConfig, plan: Prediction, rank: int | None) -> DryRun:
     rules.require(config, world, *rules.ENGINE_RULES, without=rules.TRAINING_RULES)
     rank = plan.fullest_rank if rank is None else rank
     if not 0 <= rank < world:
-        raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
+        raise wrong(
+            f"--rank {rank} is not one of {counted(world, 'rank')}", f"0 to {world - 1}", "--rank"
+        )
     start, config = perf_counter(), shortened(config, work)
     with fake_trainer(config, world, rank, device.name == "cpu", device.widens) as (trainer, live):
         live.where = lambda: _moment(trainer)

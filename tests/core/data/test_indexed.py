@@ -100,6 +100,15 @@ def test_a_missing_file_is_named(tmp_path, make_dataset):
         Indexed(prefix)
 
 
+def test_a_relative_path_that_is_missing_is_said_to_begin_in_the_working_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MtcliError) as raised:
+        Indexed(Path("elsewhere/data"))
+    assert f"; a relative one begins at {tmp_path}" in str(raised.value)
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 def test_a_file_of_a_pair_is_answered_with_its_prefix(make_dataset, suffix):
     prefix, _ = make_dataset("data.v1")
