@@ -23,12 +23,12 @@ PACKAGES += ("ray", "apricot-select", "submodlib-py", "scikit-learn", "optuna")
 PACKAGES += ("ctranslate2",)
 
 
-def commit() -> str | None:
-    """The commit of this checkout, with a plus where files differ from it; None without git."""
+def commit(checkout: Path = HERE) -> str | None:
+    """The commit of a checkout, with a plus where files differ from it; None without git."""
     describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(describe, cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run(describe, cwd=checkout, capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
