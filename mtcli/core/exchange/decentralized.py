@@ -17,6 +17,8 @@ MORE_PASSES: dict[Method, int] = {
 class MixingFacts(ExchangeFacts):
     """One mix per step of each parameter's weights, and for da_dmsgd of its momentum too."""
 
+    on_graph = True
+
     def __init__(self, share: ReplicaShare) -> None:
         super().__init__(share)
         self.mixing_graph = MixingGraph.of(share.sync, share.replicas)

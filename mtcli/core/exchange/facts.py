@@ -66,6 +66,8 @@ class ExchangeFacts:
 
     weights_differ = True
     """whether weights differ between replicas after a step"""
+    on_graph = False
+    """whether a replica exchanges with its neighbours in `sync.topology` alone"""
     kept: tuple[StateKind, ...] = ()
     """the kinds of state that a checkpoint has besides the optimizer's"""
     turns: tuple[Turns, ...] = ()

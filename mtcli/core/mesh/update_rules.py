@@ -19,11 +19,13 @@ class RuleFacts(NamedTuple):
     name: OptimizerName
     moments: tuple[str, ...]  # kinds of state as checkpoints name them, at most two
     norms: bool = False  # the step is scaled by norms of whole parameters, so state is read twice
+    of_matrices: bool = False  # the step is one of whole matrices, which ranks gather
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
-# Its momentum is the mean of gradients that AdamW has too, and so has AdamW's name.
-MUON = RuleFacts("muon", ADAM[:1])
+# The rules of whole matrices, beside AdamW of the other parameters. Their momentum is the mean of
+# gradients that AdamW has too, and so has AdamW's name.
+OF_MATRICES: tuple[OptimizerName, ...] = ("muon",)
 
 
 class ParameterUpdate(NamedTuple):
@@ -52,16 +54,17 @@ class ParameterUpdate(NamedTuple):
 
 
 def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpdate:
-    """The update of a parameter. Muon's is of matrices, beside AdamW of the other parameters.
+    """The update of a parameter; of one that is no matrix, AdamW's beside a rule of matrices.
 
     Weight decay applies to matrices and tables, not to biases and norms.
     """
     decays = parameter.of_adapter or parameter.init in ("normal", "residual")
     if optimizer.name == "sgd":
         rule = RuleFacts("sgd", ("momentum",) if optimizer.momentum else ())
-    elif optimizer.name == "muon":
+    elif optimizer.name in OF_MATRICES:
         is_matrix = bool(parameter.matrices or parameter.of_adapter)
-        rule = MUON if is_matrix else RuleFacts("adamw", ADAM)
+        of_matrices = RuleFacts(optimizer.name, ADAM[:1], of_matrices=True)
+        rule = of_matrices if is_matrix else RuleFacts("adamw", ADAM)
     else:
         rule = RuleFacts(optimizer.name, ADAM, norms=optimizer.name == "lamb")
     groups = enumerate(optimizer.group)

@@ -9,7 +9,7 @@ from mtcli.core.config.schema import LoraConfig, OptimizerConfig
 from mtcli.core.mesh.matrices import matrix_stacks
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Box, Parameter
-from mtcli.core.mesh.update_rules import MUON, update_of
+from mtcli.core.mesh.update_rules import OF_MATRICES, update_of
 
 TITLE = "What updates each parameter"
 COLUMNS = ("update", "lr", "decay", "parameters", "matrices of a layer")
@@ -18,7 +18,7 @@ COLUMNS = ("update", "lr", "decay", "parameters", "matrices of a layer")
 def update_table(
     model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig
 ) -> Sequence[Sequence[str]]:
-    """The rows of the table, Muon's first; none where one rule updates all parameters."""
+    """The rows of the table, those of matrices first; none where one rule updates all."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in run_parameters(model, lora).items():
         if not parameter.trained:
@@ -26,7 +26,7 @@ def update_table(
         update = update_of(parameter, optimizer)
         rule, settings = update.rule, update.settings(optimizer)
         decay = f"{settings.weight_decay * update.decays:g}"
-        matrices = _matrices(parameter, optimizer.muon_split_heads) if rule == MUON else ""
+        matrices = _matrices(parameter, optimizer.muon_split_heads) if rule.of_matrices else ""
         shared = names.setdefault((rule.name, f"{settings.lr:g}", decay, matrices), [])
         short = re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight")
         short = "norms" if "norm" in short else "biases" if short.endswith(".bias") else short
@@ -35,7 +35,7 @@ def update_table(
     if len({update for update, *_ in names}) < 2 and not optimizer.group:
         return []
     rows = [[*figures, ", ".join(shared), last] for (*figures, last), shared in names.items()]
-    return sorted(rows, key=lambda row: row[0] != MUON.name)
+    return sorted(rows, key=lambda row: row[0] not in OF_MATRICES)
 
 
 def _matrices(parameter: Parameter, split_heads: bool) -> str:

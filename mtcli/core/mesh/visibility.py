@@ -2,13 +2,26 @@
 
 Context parallelism, KV caches, packed evaluation, FLOPs and planned seconds all read it here. Masks
 of a step, such as of documents, are in parallel/attention_mask.py.
+
+The first key of a query is `first_key`, of positions that count from the beginning of its text: it
+may depend on where a query is, and not on its distance alone, as long as it ascends with the query.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mtcli.core.config.model import ModelConfig
+
+
+class Countable(Protocol):
+    """A position, or a tensor of them."""
+
+    def __sub__(self, other: Any, /) -> Any:
+        """The distance from another."""
+
+
+Positions = TypeVar("Positions", bound=Countable)
 
 
 class PositionRange(NamedTuple):
@@ -29,27 +42,38 @@ class Visibility:
     left: int | None = None
     right: int | None = 0
 
+    @property
+    def hides_early(self) -> bool:
+        """Whether a query may attend to no key before its `first_key`; if not, that is 0."""
+        return self.left is not None
+
+    def first_key(self, query: Positions) -> Positions:
+        """The first key that a query attends to; below 0 where it attends to all before it."""
+        first: Positions = query - (query if self.left is None else self.left)
+        return first
+
     def sees_some(self, queries: PositionRange, keys: PositionRange) -> bool:
         """Whether any of the queries attends to any of the keys."""
-        nearest, furthest = keys.first - queries.end + 1, keys.end - 1 - queries.first
-        return self._shows_after(nearest) and self._shows_before(-furthest)
+        nearest = keys.first - queries.end + 1
+        return self._shows_after(nearest) and self.first_key(queries.first) < keys.end
 
     def sees_all(self, queries: PositionRange, keys: PositionRange) -> bool:
         """Whether every query attends to every key."""
-        nearest, furthest = keys.first - queries.end + 1, keys.end - 1 - queries.first
-        return self._shows_after(furthest) and self._shows_before(-nearest)
+        furthest = keys.end - 1 - queries.first
+        return self._shows_after(furthest) and self.first_key(queries.end - 1) <= keys.first
 
     def keys_of(self, queries: PositionRange, length: int) -> PositionRange:
         """The keys of a row of a length, from the first to the last that a query attends to."""
-        first = 0 if self.left is None else max(0, queries.first - self.left)
+        first = max(0, self.first_key(queries.first))
         end = length if self.right is None else min(length, queries.end + self.right)
         return PositionRange(first, end)
 
-    def kind(self, length: int) -> Literal["all", "causal", "band"]:
-        """The mask of a row of `length` tokens: none, causal, or a band."""
-        if self.right == 0 and self._shows_before(length - 1):
+    def kind(self, length: int, first: int = 0) -> Literal["all", "causal", "band"]:
+        """The mask of `length` tokens from `first` on, among themselves: none, causal, or a
+        band."""
+        row = PositionRange(first, first + length)
+        if self.right == 0 and self.first_key(row.end - 1) <= first:
             return "causal"
-        row = PositionRange(0, length)
         return "all" if self.sees_all(row, row) else "band"
 
     def mean_keys(self, seq_len: int) -> float:
@@ -68,9 +92,6 @@ class Visibility:
 
     def _shows_after(self, distance: int) -> bool:
         return self.right is None or distance <= self.right
-
-    def _shows_before(self, distance: int) -> bool:
-        return self.left is None or distance <= self.left
 
 
 def layer_visibility(model: ModelConfig, layer: int) -> Visibility:

@@ -212,7 +212,7 @@ def attend_after(
     out, lse = attention(joined, *prefix, False, mask, masking.cap)
     out = out.view(h, b, s, d).transpose(0, 1).to(wide).contiguous()
     lse = lse.view(h, b, s).transpose(0, 1).contiguous()
-    causal, mask = masking.of_rows(q)
+    causal, mask = masking.of_rows(q, prefix[0].shape[2])
     if inputs.paths is not None:
         causal, mask = False, masking.of_paths(inputs.paths, inputs.positions)
     merge_(out, lse, *attention(q, k, v, causal, mask, masking.cap))

@@ -7,15 +7,13 @@ when it is orthogonalised, as its singular vectors are of no part of it: one ran
 (`parallel/matrix_exchange.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.matrices import step_scale
-from mtcli.core.optim.newton_schulz import orthogonalised
 from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.core.parallel.matrix_exchange import MatrixExchange, MatrixUpdate, Stacks
 from mtcli.kernels.multi_tensor import OptimizerStep
@@ -82,9 +80,11 @@ class Muon(UpdateRule):
         tensors.round_()
 
 
-def orthogonalise_together(updates: Sequence[MatrixUpdate], config: OptimizerConfig) -> None:
+def orthogonalise_together(
+    updates: Sequence[MatrixUpdate], orthogonalise: Callable[[Tensor], Tensor]
+) -> None:
     """Runs the updates of one model, or of several as one: matrices of equal shapes are one
-    stack."""
+    stack [S, M, N], which `orthogonalise` may overwrite."""
     waiting = [
         (update, stacks) for update in updates if (stacks := _next(update, None)) is not None
     ]
@@ -96,7 +96,7 @@ def orthogonalise_together(updates: Sequence[MatrixUpdate], config: OptimizerCon
             sizes = [len(part) for part in parts]
             joined = torch.cat(parts) if len(parts) > 1 else parts[0]
             del parts
-            for n, result in zip(having, orthogonalised(joined, config).split(sizes), strict=True):
+            for n, result in zip(having, orthogonalise(joined).split(sizes), strict=True):
                 results[n][shape] = result
         sent = zip(waiting, results, strict=True)
         waiting = [

@@ -4,7 +4,7 @@ A 16-bit parameter has a float32 master, which is updated and rounded to the par
 is its own master. `mesh/update_rules.py` names each parameter's rule and moments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mtcli.core.mesh.update_rules import (
 from mtcli.core.optim.adamw import Adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.muon import Muon, orthogonalise_together
+from mtcli.core.optim.newton_schulz import orthogonalised
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.core.parallel.matrix_exchange import MatrixUpdate
@@ -31,6 +32,10 @@ RULES: dict[OptimizerName, type[UpdateRule]] = {
     "lamb": Lamb,
     "sgd": Sgd,
     "muon": Muon,
+}
+# What a rule of matrices makes of a stack of them [S, M, N], which it may overwrite.
+ORTHOGONALISED: dict[OptimizerName, Callable[[Tensor, OptimizerConfig], Tensor]] = {
+    "muon": orthogonalised,
 }
 
 
@@ -123,7 +128,7 @@ class Optimizer:
     ) -> None:
         """Updates with the reduced gradients, times `factor` where it `multiplies` them."""
         assert self.multiplies(gradients) or factor == 1.0, f"nothing multiplies by {factor}"
-        orthogonalise_together(self.start(gradients, lr, factor), self.config)
+        self.finish(self.start(gradients, lr, factor))
 
     @torch.no_grad()
     def start(
@@ -136,6 +141,13 @@ class Optimizer:
             for rule in self.rules
         ]
         return [matrices for matrices in updates if matrices is not None]
+
+    def finish(self, updates: Sequence[MatrixUpdate]) -> None:
+        """Orthogonalises the matrices of updates that were started, of this model or also of others
+        with the same rule."""
+        if updates:
+            rule = ORTHOGONALISED[self.config.name]
+            orthogonalise_together(updates, lambda stack: rule(stack, self.config))
 
     def begin(self, lr: float, factor: float | Tensor = 1.0) -> OptimizerStep:
         """Counts an update, and returns its scalars."""

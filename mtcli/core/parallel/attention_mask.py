@@ -74,9 +74,10 @@ class AttentionMask:
             of_queries, of_keys = rows[:, queries], rows[:, keys].contiguous()
             first = torch.searchsorted(of_keys, of_queries)
             end = torch.searchsorted(of_keys, of_queries, right=True)
-        left, right = self.visibility.left, self.visibility.right
-        if left is not None:
-            first = torch.maximum(first, torch.searchsorted(keys, queries - left))
+        if self.visibility.hides_early:
+            nearest = self.visibility.first_key(queries)
+            first = torch.maximum(first, torch.searchsorted(keys, nearest))
+        right = self.visibility.right
         if right is not None:
             last = queries + right if right else queries
             end = torch.minimum(end, torch.searchsorted(keys, last, right=True))
@@ -86,22 +87,23 @@ class AttentionMask:
         """The mask between positions, in the form that the attention kernel for `like` takes."""
         return self.spans(queries, keys) if runs_triton(like) else self.mask(queries, keys)
 
-    def of_rows(self, q: Tensor) -> tuple[bool, KernelMask]:
-        """(causal, mask) of full rows q [b, h, s, d]."""
+    def of_rows(self, q: Tensor, first: int = 0) -> tuple[bool, KernelMask]:
+        """(causal, mask) of rows q [b, h, s, d] among themselves, whose tokens are at `first` and
+        after."""
         size = q.shape[2]
-        kind = self.visibility.kind(size)
+        kind = self.visibility.kind(size, first)
         if self.documents is None and kind != "band":
             return kind == "causal", None
-        positions = torch.arange(size, device=q.device)
+        positions = torch.arange(first, first + size, device=q.device)
         return False, self.between(q, positions, positions)
 
     def of_paths(self, paths: Tensor, positions: Tensor) -> Tensor:
         """The mask bool [b, 1, s, s] of packed rows: `paths` [b, s, s] is True from a token to the
         tokens before it on its path, and `positions` [b, s] count along paths."""
-        left = self.visibility.left
-        if left is None:
+        if not self.visibility.hides_early:
             return paths[:, None]
-        return (paths & (positions[:, None] >= positions[:, :, None] - left))[:, None]
+        first = self.visibility.first_key(positions)
+        return (paths & (positions[:, None] >= first[:, :, None]))[:, None]
 
     def of_cached(self, q: Tensor, size: int) -> KernelMask:
         """The mask from the last n tokens of a sequence, q [b, h, n, d], to all of its `size`
@@ -117,9 +119,8 @@ class AttentionMask:
         """The mask from tokens at `positions` [b, s] of texts, q [b, h, s, d], to the `size` keys
         of each."""
         assert self.documents is None, "a slot is of one text"
-        left = self.visibility.left
         if runs_triton(q):
-            first = torch.zeros_like(positions) if left is None else (positions - left).clamp(0)
+            first = self.visibility.first_key(positions).clamp(0)
             return KeyRanges(first.int(), (positions + 1).int())
         mask = self._visible(positions[:, :, None], torch.arange(size, device=q.device))
         assert mask is not None, "texts are causal"
@@ -138,11 +139,11 @@ class AttentionMask:
 
     def _visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """The layer's own mask, for positions that broadcast; None where it hides no key."""
-        left, right = self.visibility.left, self.visibility.right
+        right = self.visibility.right
         visible = None if right is None else keys <= (queries + right if right else queries)
-        if left is None:
+        if not self.visibility.hides_early:
             return visible
-        near = keys >= queries - left
+        near = keys >= self.visibility.first_key(queries)
         return near if visible is None else visible & near
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.matrices import matrix_stacks
 from mtcli.core.mesh.sharding import Box
-from mtcli.core.mesh.update_rules import MUON, update_of
+from mtcli.core.mesh.update_rules import update_of
 from mtcli.core.plan.communication import collective_seconds
 from mtcli.core.plan.elements import Run, parameter_copies
 from mtcli.core.plan.gpu_time import gemm_seconds
@@ -65,7 +65,7 @@ def _seconds(rows: int, columns: int, work: Workload, device: Device) -> float:
 def _matrices(run: Run, optimizer: OptimizerConfig, blocks: BlockCounts) -> list[Matrices]:
     counts: dict[tuple[int, int, bool], int] = {}
     for parameter, times in parameter_copies(run, blocks, (False, False)):
-        if not parameter.trained or update_of(parameter, optimizer).rule != MUON:
+        if not (parameter.trained and update_of(parameter, optimizer).rule.of_matrices):
             continue
         shape = Box.of(parameter.shape)
         for stack in matrix_stacks(parameter, shape, optimizer.muon_split_heads):

@@ -18,7 +18,6 @@ from mtcli.core.mesh.update_rules import update_of
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
-from mtcli.core.optim.muon import orthogonalise_together
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
@@ -143,7 +142,7 @@ class ModelArray:
                 member.optimizer.updates += 1
             return
         matrices = [m.exchange.start(update.lr, update.factor) for m, update in moving]
-        orthogonalise_together([*chain(*matrices)], self.shape.optimizer)
+        self.members[0].optimizer.finish([*chain(*matrices)])
 
     def _bind(self) -> None:
         """Builds the stage over the memory, as it is now."""

@@ -20,7 +20,7 @@ from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.phases import PhaseSpan, phases_of, tokens_of
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
+from mtcli.core.config.sync import mixing_rule
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.loader import RunData
 from mtcli.core.data.tokenized import describe_texts
@@ -292,12 +292,12 @@ def _sync(config: RunConfig, world: int) -> str:
     ranks = f" of {inside} data ranks" if inside > 1 else ""
     if replicas == 1:
         return config.sync.method
-    graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
+    facts = METHODS[config.sync.method]
+    graph = f" ({config.sync.topology})" if facts.on_graph else ""
     groups = f" in {words}" if (words := config.sync.groups(replicas)) else ""
     if mixing_rule(config.sync.method, config.optimizer.momentum) != config.sync.method:
         graph += " as dsgd, since optimizer.momentum is 0"
-    differ = METHODS[config.sync.method].weights_differ
-    averaged = "; what is evaluated and exported is their average" if differ else ""
+    averaged = "; what is evaluated and exported is their average" if facts.weights_differ else ""
     return f"{config.sync.method}{graph}, {replicas} replicas{ranks}{groups}{averaged}"
 
 

@@ -6,18 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import BERT, GPT, run_config
+from visibilities import BANDS, VISIBILITIES, sees
 
 from mtcli.core.mesh.visibility import PositionRange, Visibility, layer_visibility, mean_keys
 
-LIMITS = st.none() | st.integers(0, 9)
-VISIBILITIES = st.builds(Visibility, LIMITS, LIMITS)
 SPANS = st.builds(lambda first, size: PositionRange(first, first + size), *[st.integers(1, 12)] * 2)
 
 
 def seen_pairs(visibility, queries, keys):
-    before = 99 if visibility.left is None else visibility.left
-    after = 99 if visibility.right is None else visibility.right
-    return [i - before <= j <= i + after for i, j in product(range(*queries), range(*keys))]
+    return [sees(visibility, i, j) for i, j in product(range(*queries), range(*keys))]
 
 
 @given(VISIBILITIES, SPANS, SPANS)
@@ -27,15 +24,27 @@ def test_some_and_all_are_those_of_the_pairs(visibility, queries, keys):
     assert visibility.sees_all(queries, keys) == all(pairs)
 
 
-@given(VISIBILITIES, st.integers(2, 12))
-def test_a_kind_is_that_of_a_row_s_pairs(visibility, size):
-    pairs = seen_pairs(visibility, (0, size), (0, size))
+@given(VISIBILITIES, SPANS, st.integers(1, 40))
+def test_the_keys_of_queries_reach_from_the_first_that_any_sees_to_the_last(
+    visibility, queries, length
+):
+    pairs = product(range(*queries), range(length))
+    seen = [j for i, j in pairs if sees(visibility, i, j)]
+    first, end = visibility.keys_of(queries, length)
+    assert not seen or (first, end) == (min(seen), max(seen) + 1)
+
+
+@given(VISIBILITIES, st.integers(2, 12), st.integers(0, 9))
+def test_a_kind_is_that_of_the_pairs_of_tokens_wherever_they_begin(visibility, size, first):
+    pairs = seen_pairs(visibility, *[(first, first + size)] * 2)
     causal = [j <= i for i, j in product(range(size), repeat=2)]
     kinds = {"all": all(pairs), "causal": pairs == causal}
-    assert visibility.kind(size) == next((kind for kind, is_it in kinds.items() if is_it), "band")
+    assert visibility.kind(size, first) == next(
+        (kind for kind, is_it in kinds.items() if is_it), "band"
+    )
 
 
-@given(VISIBILITIES, st.integers(1, 12))
+@given(BANDS, st.integers(1, 12))
 def test_mean_keys_are_the_pairs_but_for_half_of_a_row_s_width(visibility, size):
     pairs = seen_pairs(visibility, (0, size), (0, size))
     assert visibility.mean_keys(size) == pytest.approx(sum(pairs) / size, abs=0.5)

@@ -5,16 +5,17 @@ import math
 import pytest
 import torch
 from tiny import GPT, LLAMA, run_config
+from visibilities import Chunks, sees
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.visibility import Visibility
-from mtcli.core.model.attention import Attention
+from mtcli.core.model.attention import Attention, attend_after
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import KVCache, make_inputs, token_positions
 from mtcli.core.model.transformer import Dropout, rounded
-from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.attention_mask import AttentionMask, restarted
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.tensor import TensorParallelLayers
@@ -209,3 +210,26 @@ def test_padding_longer_than_the_context_has_positions_of_the_context():
         [0, 1, 2, 0, 1, 2, 3, 3],
         [0, 1, 2, 3, 3, 3, 3, 3],
     ]
+
+
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility(8, 0), Chunks()], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_follow_a_prefix_see_what_they_see_behind_it(visibility, packed):
+    rows, size, before = 3, 5, 6
+    config, random = run_config(LLAMA).model, torch.Generator().manual_seed(3)
+    tokens = torch.zeros(rows, size, dtype=torch.int64)
+    positions = before + torch.arange(size).repeat(rows, 1)
+    paths = torch.ones(size, size).tril().bool().repeat(rows, 1, 1) if packed else None
+    inputs = make_inputs(config, torch.float64, tokens, positions=positions, paths=paths)
+    q, k, v = torch.randn(3, rows, 2, size, 4, dtype=torch.float64, generator=random)
+    prefix = torch.randn(2, 1, 2, before, 4, dtype=torch.float64, generator=random)
+    mixed = attend_after((prefix[0], prefix[1]), (q, k, v), AttentionMask(visibility), inputs)
+    keys, values = (
+        torch.cat([ahead.expand(rows, -1, -1, -1), x], 2)
+        for ahead, x in zip(prefix, (k, v), strict=True)
+    )
+    mask = torch.tensor(
+        [[sees(visibility, before + i, j) for j in range(before + size)] for i in range(size)]
+    )
+    scores = (q @ keys.mT / 2.0).masked_fill(~mask, -math.inf)
+    torch.testing.assert_close(mixed, scores.softmax(-1) @ values)

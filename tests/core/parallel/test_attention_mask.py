@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from visibilities import VISIBILITIES, sees
 
 from mtcli.core.mesh.visibility import Visibility
 from mtcli.core.parallel.attention_mask import (
@@ -15,17 +16,10 @@ from mtcli.core.parallel.attention_mask import (
 )
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
-LIMITS = st.none() | st.integers(0, 6)
-VISIBILITIES = st.builds(Visibility, LIMITS, LIMITS)
 
 
 def document_of(lengths):
     return [number for number, length in enumerate(lengths) for _ in range(length)]
-
-
-def sees(visibility, query, key):
-    before, after = visibility.left, visibility.right
-    return (before is None or query - key <= before) and (after is None or key - query <= after)
 
 
 @given(LENGTHS, VISIBILITIES, st.data())
