@@ -367,6 +367,11 @@ class ModelConfig(Section):
         """The share of the layers that rotate queries and keys."""
         return sum(map(self.layer_rotates, range(self.num_layers))) / self.num_layers
 
+    @property
+    def copies_of_heads(self) -> float:
+        """How often a layer writes queries and keys anew, on average: normalised, and rotated."""
+        return self.rotating_share + (self.qk_norm != "none")
+
     def layer_rotates(self, layer: int) -> bool:
         """True where a layer, numbered over all stages, rotates its queries and keys."""
         letters = self.rope_pattern or "R"

@@ -140,8 +140,7 @@ def _attention(work: Workload, on_cpu: bool) -> PartBytes:
     scores *= 4 if on_cpu else 2
     saved, moving = _entered(work) + heads + mixed, heads + mixed + scores
     if work.recompute != "selective":
-        copies = m.rotating_share + (m.qk_norm != "none")  # of queries and keys
-        saved += (mixed + keys / 2) * copies + queries * WIDE + scores
+        saved += (mixed + keys / 2) * m.copies_of_heads + queries * WIDE + scores
     if work.layout.cp > 1:
         moving += 2 * heads  # another rank's, in flight
         saved += keys * work.layout.cp * (work.cp_mode == "all_gather")

@@ -197,11 +197,12 @@ def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int =
 
 
 def elementwise_bytes(work: Workload, device: Device) -> float:
-    """Bytes that norms, residuals, dropout, activation and rotation read and write."""
+    """Bytes that norms, residuals, dropout, activation and rotation read and write in a layer's
+    forward."""
     m, tp = work.model, work.layout.tp
     shared = (6.0 + 2.0 * m.norms_per_block) * m.hidden_size / (tp if work.sequence_parallel else 1)
     per_width = 1 + m.up_factor
-    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * m.rotating_share
+    heads = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * m.copies_of_heads
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
         routed = 8.0 * m.top_k * m.hidden_size / tp  # permute, unpermute, weigh and sum
@@ -209,5 +210,5 @@ def elementwise_bytes(work: Workload, device: Device) -> float:
         inner = (per_width * widths + 2.0 * biased) / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
-    moved = work.tokens * (shared + rotated + inner) * work.sizes.weight
+    moved = work.tokens * (shared + heads + inner) * work.sizes.weight
     return moved * device.physics.traffic * work.unfused

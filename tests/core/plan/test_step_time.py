@@ -10,7 +10,12 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan import traffic
 from mtcli.core.plan.costs import Pass
-from mtcli.core.plan.gpu_time import attention_seconds, gemm_seconds, head_seconds
+from mtcli.core.plan.gpu_time import (
+    attention_seconds,
+    elementwise_bytes,
+    gemm_seconds,
+    head_seconds,
+)
 from mtcli.core.plan.hardware import GPUS, Link
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
@@ -52,6 +57,18 @@ def test_tensor_traffic_shows_in_full():
     costs = step_costs(step(ParallelLayout(4, tp=4)), H100)
     assert costs.tensor.forward > 0
     assert costs.block.forward == pytest.approx(costs.compute.forward + costs.tensor.forward)
+
+
+def test_normalised_and_rotated_heads_are_each_read_and_written_once():
+    rotated = MODEL.model_copy(update={"position": "rope"})
+    both = rotated.model_copy(update={"qk_norm": "head"})
+    plain, once, twice = (
+        elementwise_bytes(replace(step(ParallelLayout(2, tp=2)), model=model), H100)
+        for model in (MODEL, rotated, both)
+    )
+    moved = 2 * 8192 * (32 + 32) * 128 / 2 * 2  # by a rank, in bfloat16
+    moved *= H100.physics.traffic
+    assert [once - plain, twice - once] == pytest.approx([moved, moved])
 
 
 def hidden(work, device, option):
