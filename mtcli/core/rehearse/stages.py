@@ -200,16 +200,20 @@ def _rank_bytes(
 ) -> RankBytes:
     """Computes a rank's bytes from the trace of the stages `numbers`; the update gathers `more`
     than the short model's."""
-    ops, runs = _ops(marks), {}
-    for stage, number in zip(_chosen(work, pp_rank), numbers, strict=True):
+    ops, runs, handed = _ops(marks), {}, 0
+    for stage, number in reversed([*zip(_chosen(work, pp_rank), numbers, strict=True)]):
         layers = work.layers_of_stage[stage]
         forwards, backwards = ops["F", number], ops["IB"[not work.splits_backward], number]
         saved, forward_peak = _sums(_longer(forwards[-1], layers))
         if work.zero == 3:  # the first forward gathers the ends, which the next one finds
             forward_peak = _sums(_longer(forwards[0], layers))[1]
         change, peak = _sums(_longer(backwards[-1], layers))
-        if casts and _forwards_come_first(work, pp_rank):  # the second backward has one less alive
-            peak = max(_sums(_longer(backwards[0], layers))[1], peak - saved)
+        finds_ends = work.zero == 3 and work.layout.vpp == 1  # gathered by the forward before it
+        if finds_ends or (casts and _forwards_come_first(work, pp_rank)):
+            # The first backward frees those ends, and makes what stays from step to step. The one
+            # after it has one less alive.
+            first_change, first_peak = _sums(_longer(backwards[0], layers))
+            peak = max(first_peak + change - first_change, peak - saved)
         waiting = sent = weight_peak = 0
         if work.splits_backward:
             of_weights, weight_peak = _sums(ops["W", number][-1])
@@ -219,11 +223,13 @@ def _rank_bytes(
             saved=saved,
             waiting=waiting,
             forward_peak=forward_peak,
-            backward_peak=saved + peak,
+            backward_peak=saved + peak + handed,
             weight_peak=waiting + weight_peak,
             sent=sent,
             gathered=(_sums(forwards[0])[0] - _sums(forwards[-1])[0]) * (work.zero == 3),
         )
+        if work.layout.pp == 1:  # the gradient of its input, which no other rank receives
+            handed += saved + change
     kinds = [kind_of(work, pp_rank, stage) for stage in work.layout.stages(pp_rank)]
     update, previous = marks[-1], marks[-2]
     return RankBytes(

@@ -80,6 +80,7 @@ AGAIN = {"cp": 2, "recompute": "full"}
 LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
 NARROW_SUMS = {"train": {"gradients": "bf16"}}
 FEW = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 4}}
+HANDED = {"vpp": 3, "schedule": "interleaved", "stage_layers": (1, 1, 0), "recompute": "full"}
 CHUNKS = {"vpp": 3, "schedule": "interleaved", "stage_layers": (0, 2, 0)}  # of one rank
 PLACES = {"max_seq_len": 8192, "vocab_size": 512}
 HALVES = {"pp": 2, "zero": 3, "ep": 2}
@@ -91,6 +92,8 @@ SENT = SPLIT | {"pp": 3, "stage_layers": (0, 1, 0)}
 MIDDLE = BROAD | {"num_kv_heads": 1, "activation": "gelu", "ffn_hidden_size": 1536}
 ALONE = {"batch": {"seq_len": 256, "micro_batch_size": 1, "global_batch_size": 1}}
 SMALL = {"hidden_size": 128, "num_heads": 4}
+PLACED = MOE | SMALL | {"num_experts": 4, "top_k": 4, "vocab_size": 5000, "max_seq_len": 8192}
+PLACED |= {"moe_ffn_hidden_size": 128, "position": "learned"}
 UNGROUPED = {"num_kv_heads": 8}
 ONE_KEY = LLAMA | {"num_heads": 4, "num_kv_heads": 1, "head_dim": 512} | SLIM | {"hidden_size": 128}
 AGAIN_ONCE = {"recompute": "selective"}
@@ -141,6 +144,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "zero=3, positions reduced last": (4, GPT | PLACES, {"pp": 2, "zero": 3}, "bf16", None, FEW),
     "zero=3, experts of few tokens": (8, MOE, HALVES, "fp32", None, FEW),
     "zero=3, data ranks of few experts": (2, MOE, {"zero": 3, "tp": 2}, "fp32", None, FEW),
+    "a gradient that a chunk hands on": (1, GPT | PLACES, HANDED, "fp64", None),
     "zero=3, ends of chunks": (2, LLAMA | BIG, CHUNKS | {"zero": 3}, "bf16", None, FEW),
     "zero=1's update of chunks": (4, GPT | BIG, CHUNKS | {"zero": 1}, "bf16", None, FEW),
     "nothing but passed on": (3, LLAMA | BROAD, PASSING, "fp32", 1),
@@ -172,6 +176,7 @@ CPU_ROWS = {
     "a grid on CPU in 16 bits": (4, GPT, GRID | {"recompute": "selective"}, "bf16", None),
     "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),
     "an encoder that drops on CPU": (2, ENCODER | DROPPING | BIG, {"pp": 2}, "fp32", LAST),
+    "zero=3, ends found gathered on CPU": (8, PLACED, AGAIN_ONCE | {"zero": 3}, "bf16", None),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 # Where evaluation comes nearest to a step: 0.94, 0.91, and with pp 0.46 of its peak.
