@@ -48,7 +48,7 @@ class Visibility:
         return self.left is not None
 
     def first_key(self, query: Positions) -> Positions:
-        """The first key that a query attends to; below 0 where it attends to all before it."""
+        """The first key that a query attends to; 0 or less where it attends to all before it."""
         first: Positions = query - (query if self.left is None else self.left)
         return first
 
