@@ -33,12 +33,12 @@ GPT_124M = ["model.hidden_size=768", "model.num_heads=12", "model.num_layers=12"
 GPT_124M += ["model.vocab_size=50304", "batch.seq_len=256", "batch.global_batch_size=4"]
 FLAT = ["optimizer.schedule=constant", "train.save_every=1000000", 'data.train=["data"]']
 STEPS = {  # row: (steps, processes, settings) of a training run
-    "train tiny": (25, 1, []),
-    "train tiny, llama": (25, 1, LLAMA),
-    "train tiny, 8 experts": (25, 1, [*EXPERTS, "model.top_k=2"]),
-    "train tiny, tp=2": (25, 2, ["parallel.tp=2"]),
-    "train tiny, pp=2": (25, 2, ["parallel.pp=2"]),
-    "train tiny, dp=2, zero=1": (25, 2, ["parallel.zero=1"]),
+    "train tiny": (15, 1, []),
+    "train tiny, llama": (15, 1, LLAMA),
+    "train tiny, 8 experts": (15, 1, [*EXPERTS, "model.top_k=2"]),
+    "train tiny, tp=2": (15, 2, ["parallel.tp=2"]),
+    "train tiny, pp=2": (15, 2, ["parallel.pp=2"]),
+    "train tiny, dp=2, zero=1": (15, 2, ["parallel.zero=1"]),
     "train 124M": (6, 1, [*GPT_124M, "batch.micro_batch_size=2"]),
 }
 COMMANDS = {  # row: its words; OUT is a folder that is not there yet
