@@ -18,6 +18,7 @@ from readers import READERS, attempt
 
 from mtcli.core.checkpoint.manifest import read_manifest
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
+from mtcli.core.config.counts import duration
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.untrusted import parse_json, parse_toml, shown
@@ -147,3 +148,10 @@ def test_brackets_that_are_never_closed_take_no_square_of_time():
         start = time.process_time()
         assert detokenise(text).strip("( [)ab") == text.strip("( [)ab")
         assert time.process_time() - start < 2, f"{text[:4]} of {len(text)} characters"
+
+
+def test_a_run_of_more_seconds_than_a_calendar_has_is_listed(tmp_path):
+    check, _ = READERS["listed_metrics"](tmp_path)
+    for seconds in ("1e20", "1e308", "3e13"):
+        check(f'{{"step": 1, "total_seconds": {seconds}, "step_seconds": {seconds}}}\n'.encode())
+    assert duration(1e20) == "3.17e+12 years" and duration(3723.4) == "1:02:03"

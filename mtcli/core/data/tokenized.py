@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from os.path import exists
 from pathlib import Path
@@ -18,7 +17,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend
-from mtcli.core.config.counts import counted
+from mtcli.core.config.counts import counted, duration
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.schema import CHAT_FILE, TOKENIZED, RunConfig
 from mtcli.core.config.untrusted import append_untrusted
@@ -73,7 +72,7 @@ class TextData(NamedTuple):
         count = sum(len(text.encode()) for text in self._sample() if tokenizer.encode(text) or 1)
         rate = count * self.request.workers / (perf_counter() - began)
         seconds = math.ceil(sum(source.size for source in self.sources) / max(rate, 1.0))
-        return f"{where} in about {timedelta(seconds=seconds)}"
+        return f"{where} in about {duration(seconds)}"
 
     def _sample(self) -> Iterator[str]:
         left = SAMPLE

@@ -5,7 +5,6 @@ and the memory and time that `plan` predicts. Writes nothing, in one process for
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from mtcli.core.checkpoint.run_progress import planned_samples, progress_of
+from mtcli.core.config.counts import duration
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.phases import PhaseSpan, phase_after, phases_of, tokens_of
 from mtcli.core.config.schema import RunConfig
@@ -89,7 +89,7 @@ class RunStart:
             lines["memory"] = f"{gib(most)} of {device} on the fullest rank (planned)"
             tokens = p.work.tokens_per_step / p.step_seconds
             lines["time"] = f"{p.step_seconds:.4g} s a step, {tokens:,.0f} tokens/s: "
-            lines["time"] += f"{timedelta(seconds=math.ceil(self.seconds))} (planned)"
+            lines["time"] += f"{duration(math.ceil(self.seconds))} (planned)"
         return lines
 
     def as_json(self) -> dict[str, Any]:

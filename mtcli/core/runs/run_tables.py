@@ -1,10 +1,10 @@
 """Words runs as tables of (title, columns, rows): listed, plotted, compared. Imports no torch."""
 
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
+from mtcli.core.config.counts import duration
 from mtcli.core.config.untrusted import shown
 from mtcli.core.evaluate.compared_rows import COLUMNS, compared_rows
 from mtcli.core.runs.disk_size import size_words
@@ -51,7 +51,7 @@ def _listed(run: RunSummary, varied: Sequence[str]) -> list[str]:
         _number(run.loss, ".4f"),
         _number(run.valid_loss, ".4f"),
         _number(run.tokens, ",.0f"),
-        "" if run.seconds is None else str(timedelta(seconds=round(run.seconds))),
+        "" if run.seconds is None else duration(run.seconds),
         size_words(run.size_bytes),
         run.host,
         _differing(run, varied),
@@ -86,7 +86,7 @@ def compared_tables(curves: Sequence[LossCurves], comparison: RunComparison) -> 
     names = names_of([run.folder for run in curves])
     after = f"after {count_words(comparison.tokens)} tokens", f"after {comparison.seconds:.4g} s"
     figures = [
-        [name, f"{f.tokens:,.0f}", str(timedelta(seconds=round(f.seconds)))]
+        [name, f"{f.tokens:,.0f}", duration(f.seconds)]
         + [_number(x, ".4f") for x in (f.loss, f.loss_at_tokens, f.loss_at_seconds, f.valid_loss)]
         for name, f in zip(names, comparison.figures, strict=True)
     ]

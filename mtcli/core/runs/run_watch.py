@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mtcli.core.config.counts import duration
 from mtcli.core.runs.condition import changed_at
 from mtcli.core.runs.disk_size import size_words
 from mtcli.core.runs.records_tail import Record, last_records, number
@@ -144,4 +144,4 @@ def _words(value: float | None, form: str) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    return "" if seconds is None else duration(seconds)

@@ -5,12 +5,12 @@ A line has names and values: `preprocess 512/2048 percent 25.0 B/s 100 left 0:00
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from time import monotonic
 from typing import Any
 
 from tqdm import tqdm
 
+from mtcli.core.config.counts import duration
 from mtcli.core.config.errors import visible
 
 LINE_SECONDS = 5.0  # between two lines of progress, at least
@@ -91,5 +91,5 @@ class ProgressLines:
             words.append(f"percent {100 * self.done / self.total:.1f}")
         words.append(f"{self.unit}/s {rate:.4g}")
         if self.total and rate:
-            words.append(f"left {timedelta(seconds=round((self.total - self.done) / rate))}")
+            words.append(f"left {duration((self.total - self.done) / rate)}")
         write_line(" ".join([*words, self.postfix]).rstrip())

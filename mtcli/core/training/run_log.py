@@ -6,7 +6,6 @@ Progress is a bar on a terminal, and elsewhere a line now and then, of names and
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from time import monotonic
@@ -15,7 +14,7 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from mtcli.core.config.counts import counted
+from mtcli.core.config.counts import counted, duration
 from mtcli.core.config.errors import MtcliError, visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.phases import PhaseSpan, phases_of, tokens_of
@@ -173,7 +172,7 @@ class RunLog:
             figures["memory_gib"] = f"{row['memory_bytes'] / 2**30:.2f}"
             done = row["step"] - self.first_step
             left = (monotonic() - self.begun_at) / done * (self.config.train.steps - row["step"])
-            figures["left"] = str(timedelta(seconds=round(left)))
+            figures["left"] = duration(left)
         return " ".join(f"{name} {value}" for name, value in figures.items())
 
     def saved(self, save: SaveRecord) -> None:
