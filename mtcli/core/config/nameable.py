@@ -1,5 +1,5 @@
-"""Says what a CONFIG and a CHECKPOINT may name, and what a name that is nothing here may mean: one
-of the Hugging Face hub, or the nearest one."""
+"""Says what a CONFIG, a CHECKPOINT and data may name, and what a name that is nothing here may
+mean: one of the Hugging Face hub, or the nearest one."""
 
 import os
 import re
@@ -8,8 +8,9 @@ CONFIGS = "a TOML file, a run folder, a preset's name, a Hugging Face folder, or
 CHECKPOINTS = "a checkpoint, a run, a Hugging Face, Megatron or DCP folder, or hub:owner/name"
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
+TOKENIZED = ".tokenized"  # of the folder beside a text with the data sets that are made of it
+# Files of conversations by their names.
+CHAT_FILE = re.compile(r".\.(?:parquet|(?:jsonl|ndjson|json)(?:\.gz|\.zst|\.xz|\.bz2)?)$")
 # Endings of files that are missing, and of no model's name.
 FILE = re.compile(r"\.(?:toml|ya?ml|jsonl?|txt|gguf|safetensors|bin|pth?|ckpt)$")
 

@@ -4,7 +4,6 @@ A config is a TOML file or a preset's name, with `section.field=value` overrides
 every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
-import re
 from collections.abc import Mapping
 from math import isqrt, lcm
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ from mtcli.core.config.fields import (
     Whole,
 )
 from mtcli.core.config.model import ModelConfig, RopeScaling
+from mtcli.core.config.nameable import CHAT_FILE
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 from mtcli.core.config.untrusted import read_untrusted, shown
 
@@ -46,9 +46,6 @@ Triple = tuple[Coefficient, Coefficient, Coefficient]
 NsSchedule = Literal["jordan", "quintic5", "polar_express"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 LossOn = Literal["assistant", "last", "all"]
-# Files of conversations by their names, without the suffix of a compression.
-TOKENIZED = ".tokenized"  # of the folder beside a text with the data sets that are made of it
-CHAT_FILE = re.compile(r".\.(?:parquet|(?:jsonl|ndjson|json)(?:\.gz|\.zst|\.xz|\.bz2)?)$")
 
 
 def _listed(value: Any) -> Any:

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.config.nameable import near_path
-from mtcli.core.config.schema import CHAT_FILE
+from mtcli.core.config.nameable import CHAT_FILE, near_path
 from mtcli.core.config.untrusted import listed, load_json, open_untrusted
 
 MAGIC = b"MMIDIDX\0\0"

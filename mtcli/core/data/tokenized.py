@@ -19,7 +19,8 @@ from typing import NamedTuple
 from mtcli.core.config.blend import read_blend
 from mtcli.core.config.counts import counted, duration
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
-from mtcli.core.config.schema import CHAT_FILE, TOKENIZED, RunConfig
+from mtcli.core.config.nameable import CHAT_FILE, TOKENIZED
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.data.documents import Text, read_documents
 from mtcli.core.data.indexed import describe, pairs_in, with_suffix

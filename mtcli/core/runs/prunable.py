@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of, unrelated_files
 from mtcli.core.checkpoint.retention import Best, remove_checkpoint, steps_to_remove
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.config.schema import TOKENIZED
+from mtcli.core.config.nameable import TOKENIZED
 from mtcli.core.config.untrusted import listed
 from mtcli.core.runs.disk_size import size_of
 from mtcli.core.runs.records_tail import number
