@@ -200,7 +200,7 @@ def _rank_bytes(
 ) -> RankBytes:
     """Computes a rank's bytes from the trace of the stages `numbers`; the update gathers `more`
     than the short model's."""
-    ops, runs, handed = _ops(marks), {}, 0
+    ops, runs, passed_on = _ops(marks), {}, 0
     for stage, number in reversed([*zip(_chosen(work, pp_rank), numbers, strict=True)]):
         layers = work.layers_of_stage[stage]
         forwards, backwards = ops["F", number], ops["IB"[not work.splits_backward], number]
@@ -223,13 +223,13 @@ def _rank_bytes(
             saved=saved,
             waiting=waiting,
             forward_peak=forward_peak,
-            backward_peak=saved + peak + handed,
+            backward_peak=saved + peak + passed_on,
             weight_peak=waiting + weight_peak,
             sent=sent,
             gathered=(_sums(forwards[0])[0] - _sums(forwards[-1])[0]) * (work.zero == 3),
         )
         if work.layout.pp == 1:  # the gradient of its input, which no other rank receives
-            handed += saved + change
+            passed_on += saved + change
     kinds = [kind_of(work, pp_rank, stage) for stage in work.layout.stages(pp_rank)]
     update, previous = marks[-1], marks[-2]
     return RankBytes(

@@ -80,7 +80,7 @@ AGAIN = {"cp": 2, "recompute": "full"}
 LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
 NARROW_SUMS = {"train": {"gradients": "bf16"}}
 FEW = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 4}}
-HANDED = {"vpp": 3, "schedule": "interleaved", "stage_layers": (1, 1, 0), "recompute": "full"}
+PASSED_ON = {"vpp": 3, "schedule": "interleaved", "stage_layers": (1, 1, 0), "recompute": "full"}
 CHUNKS = {"vpp": 3, "schedule": "interleaved", "stage_layers": (0, 2, 0)}  # of one rank
 PLACES = {"max_seq_len": 8192, "vocab_size": 512}
 HALVES = {"pp": 2, "zero": 3, "ep": 2}
@@ -144,7 +144,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "zero=3, positions reduced last": (4, GPT | PLACES, {"pp": 2, "zero": 3}, "bf16", None, FEW),
     "zero=3, experts of few tokens": (8, MOE, HALVES, "fp32", None, FEW),
     "zero=3, data ranks of few experts": (2, MOE, {"zero": 3, "tp": 2}, "fp32", None, FEW),
-    "a gradient that a chunk hands on": (1, GPT | PLACES, HANDED, "fp64", None),
+    "a gradient that a chunk passes on": (1, GPT | PLACES, PASSED_ON, "fp64", None),
     "zero=3, ends of chunks": (2, LLAMA | BIG, CHUNKS | {"zero": 3}, "bf16", None, FEW),
     "zero=1's update of chunks": (4, GPT | BIG, CHUNKS | {"zero": 1}, "bf16", None, FEW),
     "nothing but passed on": (3, LLAMA | BROAD, PASSING, "fp32", 1),
