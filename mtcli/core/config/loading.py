@@ -349,8 +349,8 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def all_fields(with_repeated: bool = False) -> tuple[str, ...]:
-    """Lists the fields that hold a value, as section.name. `with_repeated` adds those that a
-    phase sets again, such as phase.batch.seq_len."""
+    """Lists the fields that hold a value, as section.name. `with_repeated` adds a phase's copies of
+    them, such as phase.batch.seq_len."""
     fields = tuple(_leaves(RunConfig, ""))
     repeated = set() if with_repeated else {f"phase.{field}" for field in fields}
     return tuple(field for field in fields if field not in repeated)
