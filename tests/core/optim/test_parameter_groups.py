@@ -133,6 +133,13 @@ def test_the_first_group_that_matches_has_a_parameter_and_the_table_shows_it():
     assert update_table(config.model, config.lora, run_config(LLAMA).optimizer) == []
 
 
+def test_the_table_has_the_matrices_of_a_rule_of_matrices_first():
+    config = run_config(LLAMA, optimizer=OPTIMIZERS["muon"])
+    rows = update_table(config.model, config.lora, config.optimizer)
+    assert [row[0] for row in rows] == ["muon"] * 4 + ["adamw"] * 2
+    assert rows[0][-1] == "query 16 x 16, key 8 x 16, value 8 x 16" and rows[-1][-1] == ""
+
+
 def test_a_group_that_matches_nothing_trained_is_an_error():
     group = '[{match=["blocks.9", "*.bias"]}, {match=["embed"]}, {match=["embedding"]}]'
     words = [f"optimizer.group={group}", "train.freeze=['embedding']"]

@@ -17,6 +17,7 @@ from mtcli.core.plan.gpu_time import (
     head_seconds,
 )
 from mtcli.core.plan.hardware import GPUS, Link
+from mtcli.core.plan.orthogonalising import muon_seconds
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload
@@ -69,6 +70,16 @@ def test_normalised_and_rotated_heads_are_each_read_and_written_once():
     moved = 2 * 8192 * (32 + 32) * 128 / 2 * 2  # by a rank, in bfloat16
     moved *= H100.physics.traffic
     assert [once - plain, twice - once] == pytest.approx([moved, moved])
+
+
+def test_muon_multiplies_every_matrix_of_every_layer():
+    """A step of Newton-Schulz on [n, m] is X X^T and its square, of each a half, and a product with
+    X: in products of [n, n] by [n, n] 2 for four matrices of a layer, and 6.5 for two of 4 n."""
+    work = step(ParallelLayout(1), optimizer=OptimizerConfig(name="muon"))
+    operations = 8 * work.optimizer.ns_steps * (4 * 2 + 2 * 6.5) * 2 * 4096**3
+    floor = operations / H100.peak("bf16")
+    assert floor < muon_seconds(work, 0, H100) < 2 * floor
+    assert muon_seconds(step(ParallelLayout(1)), 0, H100) == 0
 
 
 def hidden(work, device, option):
