@@ -73,12 +73,16 @@ def test_normalised_and_rotated_heads_are_each_read_and_written_once():
 
 
 def test_muon_multiplies_every_matrix_of_every_layer():
-    """A step of Newton-Schulz on [n, m] is X X^T and its square, of each a half, and a product with
-    X: in products of [n, n] by [n, n] 2 for four matrices of a layer, and 6.5 for two of 4 n."""
-    work = step(ParallelLayout(1), optimizer=OptimizerConfig(name="muon"))
-    operations = 8 * work.optimizer.ns_steps * (4 * 2 + 2 * 6.5) * 2 * 4096**3
-    floor = operations / H100.peak("bf16")
-    assert floor < muon_seconds(work, 0, H100) < 2 * floor
+    """A step of Newton-Schulz on X [n, m] is half of X X^T, half of that one's square, and a
+    product with X; a layer has four matrices of n = m and two of m = 4 n."""
+    work, n = step(ParallelLayout(1), optimizer=OptimizerConfig(name="muon")), 4096
+    square, long, wide = (
+        gemm_seconds(shape, replace(work, precision="bf16"), H100)
+        for shape in ((n, n, n), (n, n, 4 * n), (n, 4 * n, n))
+    )
+    layer = 4 * 2 * square + 2 * ((long + square) / 2 + wide)
+    expected = 8 * work.optimizer.ns_steps * layer
+    assert muon_seconds(work, 0, H100) == pytest.approx(expected, rel=1e-9)
     assert muon_seconds(step(ParallelLayout(1)), 0, H100) == 0
 
 
